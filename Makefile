@@ -2,16 +2,17 @@
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv-test
 DEMO := $(CURDIR)/.venv-demo
+LINT := $(CURDIR)/.venv-lint
 DOCS := $(CURDIR)/.venv-docs
 BIN := $(VENV)/bin
-# The older SGLang releases that are tested: a file for each with what differs, installed in a folder of its own, which goes before the
-# environment's packages on the path. The list of these files is the list of releases, for the workflows too.
+# The older SGLang releases that are tested. Each has a file of the packages that differ, which are installed in a folder of its own. That
+# folder goes before the environment's packages on the path. The list of these files is the list of releases, for the workflows too.
 OLD_SGLANG := $(shell printf '%s\n' $(patsubst tests/requirements-sglang-%.txt,%,$(wildcard tests/requirements-sglang-*.txt)) | sort -V)
 OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
 SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
-# What releases differ in, for those between the oldest and the newest.
+# Differences of releases, for those between the oldest and the newest.
 RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_v4_model.py handover.py int4.py loading.py modelopt.py)
-# Peers whose code the tests of layouts read, in a folder too.
+# Peers whose code the tests of layouts read, in a folder of their own, too.
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 
@@ -19,30 +20,31 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
 # Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports. The result is kept even
-# where the environment asks for none: hundreds of processes import torch or SGLang, and compiling doubles what an import costs.
+# if the environment asks for none: hundreds of processes import torch or SGLang, and compiling doubles the time of an import.
 export PIP_NO_COMPILE := 1
 unexport PYTHONDONTWRITEBYTECODE
 WHEELS := $(CURDIR)/target/wheels
 
-# Test processes beside each other; each has its share of the cores (tests/conftest.py).
+# Number of test processes beside each other; each has its share of the cores (tests/conftest.py).
 JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu and not server"
-# Each class starts servers of its own: it stays in one process, and as many servers start at a time as there are processes.
+# Each class starts servers of its own. It stays in one process, and as many servers start at a time as there are processes.
 SERVER_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadscope tests/sglang/test_sglang_server.py
 
-# cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it: with libpython where it is
-# installed (Debian: python3-dev), else with a library of nothing but the names: the module's, and those that pyo3 adds without abi3.
+# Options of cargo without kernels: lints and Rust tests need neither nvcc nor a GPU. Tests link Python without calling it. They link
+# libpython if it is installed (Debian: python3-dev), otherwise a library of nothing but the names: the module's, and those that pyo3 adds
+# without abi3.
 LIBPYTHON = $(shell $(PYTHON) -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR"))')
 PYTHON_NAMES := $(CURDIR)/target/python-names
-CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(BIN)/python LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
+CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(PYTHON) LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test old-sglang-test server-test core-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-sglang.txt $(PEERS)
+$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt $(PEERS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
@@ -65,8 +67,8 @@ built: # the wheel, which needs no environment but pip's own: it is built while 
 	rm -rf $(WHEELS)
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir $(WHEELS) .
 
-install: venv built ## build and install the package there
-	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall $(WHEELS)/*.whl
+install: venv $(if $(WHEEL),,built) ## build and install the package there; WHEEL=FILE installs that wheel instead
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall $(or $(WHEEL),$(WHEELS)/*.whl)
 endif
 
 demo: ## one real layer on this machine's GPU or CPU, checked and timed, in .venv-demo
@@ -82,40 +84,57 @@ python-names: install
 
 sglangs: $(OLD_FOLDERS:=/.made) # the older SGLang releases
 
-# Two jobs at a time. First lints beside what is built and installed. Then stubs and Rust tests beside the Python tests. pytest's output is
-# seen as it runs; that of the others follows in one piece, which a failure of theirs ends.
+# Two jobs run at a time: first lints beside the build and installation, then stubs and Rust tests beside the Python tests. pytest's
+# output is seen as it runs; the output of the others follows in one piece, and a failure of theirs ends it.
 test: ## lints, stubs, Rust tests, Python tests that need no GPU
 	+$(MAKE) --no-print-directory -j 2 install sglangs lint-kept
 	+$(MAKE) --no-print-directory -k stubs rust-test INSTALLED=1 > target/others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory python-test INSTALLED=1; python=$$?; \
 	wait $$others; others=$$?; cat target/others.log target/lint.log; exit $$((python != 0 || others != 0 || $$(cat target/lint.status) != 0))
 
-# What lints say, and their status: they stop no test.
-lint-kept: venv
+# This keeps the lints' output and status in files, because lints stop no test.
+lint-kept:
 	mkdir -p target
 	$(MAKE) --no-print-directory lint INSTALLED=1 > target/lint.log 2>&1; echo $$? > target/lint.status
 
 rust-test: python-names ## Rust tests
 	$(CARGO) test
 
-python-test: install sglangs ## Python tests that need no GPU, SGLang's with several of its releases
+python-test: install sglangs ## Python tests that need no GPU: the three kinds that follow, one after the other
+	$(MAKE) --no-print-directory old-sglang-test INSTALLED=1
+	$(MAKE) --no-print-directory server-test INSTALLED=1
+	$(MAKE) --no-print-directory core-test INSTALLED=1
+
+old-sglang-test: install sglangs ## SGLang's tests with its older releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
 	printf '%s\n' $(wordlist 2,99,$(OLD_FOLDERS)) | xargs -P $(JOBS) -I{} env PYTHONPATH={} $(PYTEST) -n 0 $(RELEASE_TESTS)
-	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/formats/test_quantize.py tests/formats/test_mxfp4_layouts.py tests/peers/test_flashinfer_names.py
+
+server-test: install ## whole SGLang servers, on the CPU
 	$(SERVER_TESTS)
+
+core-test: install ## all other Python tests, SGLang's with the newest release
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/formats/test_quantize.py tests/formats/test_mxfp4_layouts.py tests/peers/test_flashinfer_names.py
 	$(PYTEST)
 
 SGLANG ?=
 sglang-test: install $(SGLANG:%=$(VENV)/sglang-%/.made) ## SGLang's tests with one release; SGLANG=0.5.18, empty for the newest
 	PYTHONPATH=$(SGLANG:%=$(VENV)/sglang-%) $(PYTEST) $(SGLANG_TESTS)
 
-# Neither folders of this machine nor the time are in its files, but for the bill of materials that maturin adds.
+# The wheel's files name neither folders of this machine nor the time, except in the bill of materials that maturin adds.
 wheel: ## abi3 wheel in .wheel/, with the same module from the same commit
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
 	RUSTFLAGS="--remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=cargo --remap-path-prefix=$(CURDIR)=." \
 	$(PYTHON) -m pip wheel --no-deps --wheel-dir .wheel .
 
-lint: venv ## formatting and lints of all three languages
+$(LINT)/.made: tests/requirements-lint.txt
+	$(PYTHON) -m venv $(LINT)
+	$(LINT)/bin/python -m pip install --quiet -r $<
+	touch $@
+
+# Lints need neither torch nor the package: they have a small environment of their own.
+lint fmt: BIN := $(LINT)/bin
+
+lint: $(LINT)/.made ## formatting and lints of all three languages
 	cargo fmt --check
 	$(CARGO) clippy --all-targets -- -D warnings
 	$(BIN)/ruff check .
@@ -125,7 +144,7 @@ lint: venv ## formatting and lints of all three languages
 stubs: install ## _oxmoe.pyi against the module
 	$(BIN)/python -m mypy.stubtest oxmoe._oxmoe --concise --allowlist tests/stub_exceptions.txt
 
-fmt: venv ## format everything
+fmt: $(LINT)/.made ## format everything
 	cargo fmt
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -171,4 +190,4 @@ mutants-rust: python-names ## the same of Rust, with cargo-mutants (cargo instal
 
 clean: ## remove every build result and environment
 	cargo clean
-	rm -rf $(VENV) $(DEMO) $(DOCS) .wheel .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(LINT) $(DEMO) $(DOCS) .wheel .pytest_cache .ruff_cache .mypy_cache

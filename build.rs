@@ -1,6 +1,6 @@
-//! Kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. Parameters: `src/params/` → C++
-//! headers by cxx. A fatbin is compiled again only when its stub, a header of its own, the flags or the compiler change (by content).
-//! Docstrings: `python/oxmoe/_oxmoe.pyi` → a file for each name, which `src/python.rs` embeds.
+//! Builds the kernels: `src/variants.rs` → one stub file per unit → nvcc → fatbins that `src/kernel.rs` embeds. cxx makes C++ headers of
+//! the parameters in `src/params/`. A fatbin is compiled again only if its stub, a header of its own, the flags or the compiler change (by
+//! content). Each docstring of `python/oxmoe/_oxmoe.pyi` becomes a file of its name, which `src/python.rs` embeds.
 
 use std::collections::hash_map::DefaultHasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -12,19 +12,21 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Mutex;
 use std::{env, fs};
 
+#[path = "src/platform.rs"]
+mod platform;
 #[allow(dead_code)]
 #[path = "src/variants.rs"]
 mod variants;
 
 const DEFAULT_ARCHS: &str = "80;90a;100f;120f";
 
-/// ptxas says that it serialized wgmma only as an information: here it is an error (C7510 ... C7520).
+/// The codes of ptxas' messages that it serialised wgmma. ptxas only informs of it; here it is an error.
 const SERIALIZED: [&str; 7] = ["C7510", "C7512", "C7513", "C7514", "C7517", "C7519", "C7520"];
 
-/// What Python's help() says, and type checkers.
+/// The stub with the docstrings, which Python's help() shows and type checkers read.
 const STUB: &str = "python/oxmoe/_oxmoe.pyi";
 
-/// What a wheel is made of, as git is asked for changes.
+/// The files from which a wheel is made. git is asked whether they changed.
 const SOURCES: [&str; 7] = ["Cargo.lock", "Cargo.toml", "build.rs", "csrc", "pyproject.toml", "python", "src"];
 
 struct Unit {
@@ -34,6 +36,11 @@ struct Unit {
 }
 
 fn main() {
+    let system = env::var("CARGO_CFG_TARGET_OS").expect("cargo sets CARGO_CFG_TARGET_OS");
+    if let Some(reason) = platform::refusal(&system) {
+        println!("cargo::error={reason}");
+        return;
+    }
     for name in [
         "OXMOE_NVCC",
         "OXMOE_CUDA_ARCHS",
@@ -60,7 +67,7 @@ fn main() {
     let archs: Vec<String> =
         archs.split([';', ',', ' ']).filter(|a| !["", "none"].contains(a)).map(String::from).collect();
     let (units, table) = write_units(&archs);
-    // OXMOE_CUDA_ARCHS=none: the CPU backend alone, for work on the host side.
+    // OXMOE_CUDA_ARCHS=none builds the CPU backend alone, for work on the host side.
     let nvcc = if units.is_empty() { Nvcc::none() } else { Nvcc::find() };
     let compiled = compile(&nvcc, &units, &out);
     fs::write(out.join("images.rs"), images(&units, &table, &out)).expect("OUT_DIR is writable");
@@ -69,8 +76,8 @@ fn main() {
     println!("cargo:warning=nvcc from {} ({}): {compiled} of {} units compiled", nvcc.from, nvcc.version, units.len());
 }
 
-/// OXMOE_BUILT_FROM: the commit, with "-dirty" where files differ from it. Set by a release build in a git checkout, or from the
-/// environment's OXMOE_COMMIT. Other builds have none, so that work on the sources compiles nothing twice.
+/// Sets OXMOE_BUILT_FROM to the commit, with "-dirty" if files differ from it. The commit comes from the environment's OXMOE_COMMIT, or in
+/// a release build from the git checkout. Other builds do not set it, so that work on the sources compiles nothing twice.
 fn write_commit() {
     println!("cargo:rerun-if-env-changed=OXMOE_COMMIT");
     let release = env::var("PROFILE").is_ok_and(|profile| profile == "release");
@@ -80,7 +87,7 @@ fn write_commit() {
     }
 }
 
-/// The checked-out commit, if this folder is the root of a git checkout. Watches what changes the answer.
+/// The checked-out commit, if this folder is the root of a git checkout. cargo then watches the files that change the answer.
 fn commit_here() -> Option<String> {
     let git = |arguments: &[&str]| {
         let output = Command::new("git").args(arguments).output().ok().filter(|output| output.status.success())?;
@@ -93,7 +100,7 @@ fn commit_here() -> Option<String> {
     let commit = git(&["rev-parse", "HEAD"])?;
     let changed = git(&[&["status", "--porcelain", "--"], &SOURCES[..]].concat())?;
     let log = git(&["rev-parse", "--git-path", "logs/HEAD"])?;
-    // The files one by one: Python writes caches into its folders.
+    // The files are watched one by one, because Python writes caches into its folders.
     let files = git(&[&["ls-files", "--"], &SOURCES[..]].concat())?;
     for path in files.lines().chain([log.as_str()]).filter(|path| Path::new(path).exists()) {
         println!("cargo:rerun-if-changed={path}");
@@ -101,7 +108,7 @@ fn commit_here() -> Option<String> {
     Some(if changed.is_empty() { commit } else { commit + "-dirty" })
 }
 
-/// Writes each docstring of the stub to a file of its name: "_oxmoe" the module's, "moe", "ExpertWeights", "ExpertWeights.bf16".
+/// Writes each docstring of the stub to a file of its name: "_oxmoe" (the module), "moe", "ExpertWeights", "ExpertWeights.bf16".
 fn write_help(folder: &Path) {
     let stub = fs::read_to_string(STUB).unwrap_or_else(|e| panic!("{STUB}: {e}"));
     fs::create_dir_all(folder).expect("OUT_DIR is writable");
@@ -121,7 +128,7 @@ fn write_help(folder: &Path) {
             let mut doc = first.to_string();
             while !doc.ends_with("\"\"\"") {
                 let line = lines.next().unwrap_or_else(|| panic!("{STUB}: a docstring has no end: {first}"));
-                // As inspect.cleandoc does: the margin is that of the quotes.
+                // The margin of the quotes is cut from each line, as inspect.cleandoc does.
                 doc += "\n";
                 doc += line.get(column..).unwrap_or_default();
             }
@@ -133,7 +140,7 @@ fn write_help(folder: &Path) {
     }
 }
 
-/// One stub a variant, grouped into units: (units, [(variant, symbol, index of its unit)]).
+/// The units, with a stub for each variant: (units, [(variant, symbol, index of its unit)]).
 fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, usize)>) {
     let mut groups: BTreeMap<String, Vec<variants::Variant>> = BTreeMap::new();
     for variant in variants::all() {
@@ -150,7 +157,7 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
             let (parameters, arguments) = variant.signature();
             let (kernel, symbol) = (variant.device_type(), variant.symbol());
             let _ = writeln!(source, "\nusing {symbol}_t = {kernel};");
-            // Routing kernels take what the launch gives them; for the others both sides must agree.
+            // Routing kernels take the threads and shared memory of their launch; for all others host and device must agree.
             if let Some(bytes) = variant.least_shared_bytes() {
                 let threads = variant.threads();
                 let _ = writeln!(
@@ -184,8 +191,8 @@ impl Nvcc {
         Nvcc { path: PathBuf::new(), from: "nowhere", version: "not used".into() }
     }
 
-    /// Named outright, else the build environment's wheels, else a toolkit, else PATH. PATH itself is not watched: pip's isolated
-    /// environment changes it at every build.
+    /// Finds nvcc: the one that OXMOE_NVCC names, or that of the build environment's wheels, of a toolkit, or of PATH. PATH itself is not
+    /// watched, because pip's isolated environment changes it at every build.
     fn find() -> Nvcc {
         let (path, from) = Self::candidates();
         let version = Command::new(&path).arg("--version").output().ok().filter(|o| o.status.success()).unwrap_or_else(|| {
@@ -220,7 +227,7 @@ impl Nvcc {
     }
 }
 
-/// Adds the headers that `source` includes by quotes, directly or not: beside the file that names them, else in `folders`.
+/// Adds the headers that `source` includes by quotes, directly or not. They lie beside the file that names them, or in `folders`.
 fn headers(source: &str, beside: &Path, folders: &[PathBuf], found: &mut BTreeSet<PathBuf>) {
     for name in source.lines().filter_map(|line| line.trim().strip_prefix("#include \"")?.split('"').next()) {
         let places = std::iter::once(beside).chain(folders.iter().map(PathBuf::as_path));
@@ -232,12 +239,12 @@ fn headers(source: &str, beside: &Path, folders: &[PathBuf], found: &mut BTreeSe
     }
 }
 
-/// Compiles every unit that is not in the cache; returns how many were.
+/// Compiles every unit that is not in the cache, and returns their number.
 fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
     let include = out.join("cxxbridge/include");
     let mut flags = vec!["-fatbin", "-O3", "-std=c++17", "--compress-mode=size", "-Werror", "all-warnings"];
     flags.extend(["-allow-unsupported-compiler", "-Icsrc"]);
-    // Line numbers for profilers: more than half of an image, and with them the paths of this machine.
+    // Line numbers for profilers take more than half of an image, and show the paths of this machine.
     if env::var("OXMOE_LINEINFO").is_ok_and(|value| value == "1") {
         flags.push("-lineinfo");
     }

@@ -1,6 +1,6 @@
 """Times oxmoe.mm_mxfp8 beside torch's bf16 matmul (cuBLAS) on a GPU, with cold L2: `python benches/dense_mxfp8.py`.
 
-Several weights of a shape are multiplied in turn in a CUDA graph, so that none is in L2 when its turn comes; graphs are
+Several weights of a shape are multiplied in turn in a CUDA graph, so that none is in L2 when its turn comes. Graphs are
 replayed in rounds, one after the other, each behind a pause in which the host is done with its launch. The floor is the
 larger of the bytes of b, a, scales and output over memory's measured 4.3 TB/s and of flops over bf16's measured 790
 TFLOP/s (docs/measured.md).
@@ -25,7 +25,7 @@ SHAPES = [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536
 TOKENS = [1, 8, 16, 32, 64, 128, 256, 1024, 4096]
 COLD_BYTES = 240e6
 ROUNDS = 7
-# So many calls at least, that the beginning of a graph hardly counts.
+# The least number of calls in a graph, so that the beginning of the graph hardly counts.
 CALLS = 12
 PAUSE_CYCLES = 60_000
 
@@ -52,7 +52,7 @@ def microseconds(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def measure(n: int, k: int, m: int) -> tuple[float, dict[str, Times]]:
-    """(floor, times) in us."""
+    """Returns (floor, times) in us."""
     count = max(2, int(COLD_BYTES / (n * k)) + 1)
     rounds = -(-CALLS // count)
     x = torch.randn((m, k), device="cuda", dtype=torch.bfloat16)

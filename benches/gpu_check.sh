@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What needs a GPU, in one call, on an installed package: benches/gpu_check.sh OUT [PART...]
+# Everything that needs a GPU, in one call, on an installed package: benches/gpu_check.sh OUT [PART...]
 #
 #   tests     GPU tests, and those of the kernels for any GPU
 #   sanitize  memcheck and racecheck of small layers of every format
@@ -8,8 +8,11 @@
 #   dense     times of dense MXFP8 and of NVFP4's quantiser
 #   multi     tests and times between all GPUs (NVLink multicast stays off)
 #
-# Default: tests sanitize layers rows dense. OUT gets a log a step, JSON lines and summary.txt. Environment: LIMIT, seconds a step (600); JOBS, test
-# processes where pytest-xdist is installed (8); PEERS of the benches (none); PYTHON. For parts beside each other: a call each, with CUDA_VISIBLE_DEVICES.
+# Default: tests sanitize layers rows dense. OUT gets a log for each step, JSON lines and summary.txt. Environment: LIMIT, seconds a step
+# (600);
+# JOBS, test processes if pytest-xdist is installed (8); PEERS of the benches (none); PYTHON. To run parts beside each other, make a call
+# for
+# each, with CUDA_VISIBLE_DEVICES.
 set -uo pipefail
 out=$(realpath -m "${1:?OUT is needed}")
 shift

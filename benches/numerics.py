@@ -69,13 +69,13 @@ def _normal(size: tuple[int, ...], rng: torch.Generator) -> Tensor:
 
 
 def _student(size: tuple[int, ...], rng: torch.Generator, freedom: int = 4) -> Tensor:
-    """Student's t with variance 1."""
+    """Draws numbers of Student's t with variance 1."""
     squares = sum(_normal(size, rng).square() for _ in range(freedom))
     return _normal(size, rng) * torch.sqrt((freedom - 2) / squares)
 
 
 def _outliers(x: Tensor, w13: Tensor, rng: torch.Generator, *, balanced: bool) -> None:
-    """Makes one of 128 channels of x 30 to 100 times as large; balanced: their weights are as much smaller."""
+    """Makes one of 128 channels of x 30 to 100 times as large. balanced: their weights are as much smaller."""
     hidden = x.shape[1]
     channels = torch.randperm(hidden, generator=rng)[: max(1, hidden // 128)]
     factors = 30 + 70 * torch.rand(len(channels), generator=rng, dtype=torch.float64)
@@ -84,7 +84,7 @@ def _outliers(x: Tensor, w13: Tensor, rng: torch.Generator, *, balanced: bool) -
         w13[..., channels] /= factors
 
 
-# What the page calls the inputs.
+# The names of the kinds of inputs on the page.
 INPUTS = ("Gaussian", "heavy tails", "outliers", "balanced outliers", "tiny")
 
 
@@ -112,7 +112,7 @@ class Matrix:
 
     codes: Tensor
     scales: Tensor | None
-    numbers: Tensor  # fp64 [E, R, K]: what the codes and scales say
+    numbers: Tensor  # fp64 [E, R, K]: the values of codes and scales
     extra: Tensor | None = None  # zero points, or the global scales of experts
 
 
@@ -125,7 +125,8 @@ def _plain(dtype: torch.dtype) -> Callable[[Tensor], Matrix]:
 
 
 def _fp8(rows: int | None, columns: int | None) -> Callable[[Tensor], Matrix]:
-    """e4m3 with a scale for each block of rows x columns; None: all of them. Scales have the form [E, R', K']."""
+    """Quantises to e4m3 with a scale for each block of rows x columns. None: all of them. Scales have the form [E, R',
+    K']."""
 
     def quantised(weights: Tensor) -> Matrix:
         experts, all_rows, all_columns = weights.shape
@@ -150,7 +151,7 @@ def _mxfp4(*, window: bool) -> Callable[[Tensor], Matrix]:
     def quantised(weights: Tensor) -> Matrix:
         codes, scales = oxmoe.quantize.mxfp4(weights.float())
         multiplied = [(codes, scales)]
-        if window:  # Small scales are raised, matrix by matrix, if activations are e4m3.
+        if window:  # If activations are e4m3, small scales are raised, matrix by matrix.
             multiplied = [reference.mxfp4_window(*one) for one in zip(codes, scales, strict=True)]
         numbers = torch.cat([reference.mxfp4_weights(*one, torch.float32).double() for one in multiplied])
         return Matrix(codes, scales, numbers.view(weights.shape))
@@ -190,8 +191,8 @@ def _int4(group: int, *, zeros: bool) -> Callable[[Tensor], Matrix]:
     return quantised
 
 
-# Activations of the formats: the fp64 numbers of rounded rows [M, K] of the compute type. The second argument is a
-# scale that was given.
+# Rounds rows [M, K] of the compute type as a format rounds activations, and returns fp64 numbers. The second argument
+# is a scale that was given.
 Rounding = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -246,7 +247,7 @@ class Format:
     quantise: Callable[[Tensor], Matrix]
     build: Build
     round_rows: Rounding = _unchanged
-    largest: float = 448.0  # what a given scale maps the largest activation to
+    largest: float = 448.0  # the number that a given scale maps the largest activation to
     inverse: bool = False  # a given scale multiplies activations
 
 
@@ -315,9 +316,9 @@ DESCRIBED = {**layers.FORMATS, **EXTRA}
 
 
 def exact(w13: Tensor, w2: Tensor, inputs: Inputs, rounded: Callable[[Tensor, int], Tensor]) -> tuple[Tensor, Tensor]:
-    """(the layer's result, GEMM1's activated rows in the experts' order) in fp64.
+    """Returns (the layer's result, GEMM1's activated rows in the experts' order) in fp64.
 
-    rounded(rows, stage): what GEMM1 (stage 0) and GEMM2 (stage 1) multiply in place of these rows.
+    rounded(rows, stage) returns the rows that GEMM1 (stage 0) or GEMM2 (stage 1) multiplies in place of these.
     """
     x, places = rounded(inputs.x, 0), []
     acts = []
@@ -335,13 +336,13 @@ def exact(w13: Tensor, w2: Tensor, inputs: Inputs, rounded: Callable[[Tensor, in
 
 
 def worst_row(actual: Tensor, expected: Tensor) -> float:
-    """The largest relative norm of the error of a token's row."""
+    """Returns the largest relative norm of the error of a token's row."""
     errors = (actual.double() - expected.double()).norm(dim=-1)
     return float((errors / expected.double().norm(dim=-1)).max())
 
 
 def measure(name: str, inputs: Inputs) -> dict[str, tuple[float, float]]:
-    """(relative norm, worst row) of each of PARTS."""
+    """Returns (relative norm, worst row) of each of PARTS."""
     of, (dtype, _) = FORMATS[name], DESCRIBED[name]
     w13, w2 = of.quantise(inputs.w13), of.quantise(inputs.w2)
     original, _ = exact(inputs.w13, inputs.w2, inputs, lambda rows, stage: rows)
@@ -360,7 +361,7 @@ def measure(name: str, inputs: Inputs) -> dict[str, tuple[float, float]]:
 
 
 def row_of(errors: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """The mean of the norms of all draws, and the worst of their rows."""
+    """Returns the mean of the norms of all draws, and the worst of their rows."""
     fields = {}
     for part in PARTS:
         norms, worst = zip(*(one[part] for one in errors), strict=True)
@@ -376,13 +377,13 @@ Rows = list[dict[str, Any]]
 
 
 def recorded(file: Path) -> Rows:
-    """The rows of the last run in a file."""
+    """Returns the rows of the last run in a file."""
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 
 def percent(error: float) -> str:
-    """An error as a number of percent with two digits."""
+    """Formats an error as a number of percent with two digits."""
     number = 100 * error
     if number < 1e-3:
         return f"{number:.0e}".replace("e-0", "e-")
@@ -399,7 +400,7 @@ TITLES = {
 
 
 def table(rows: Rows, part: str) -> str:
-    """Percent in norm, and in brackets that of the worst row."""
+    """Returns a table of the error's norm in percent, with the worst row's norm in brackets."""
     cells = {(row["format"], row["inputs"]): row for row in rows}
     lines = [f"| format | bits | {' | '.join(INPUTS)} |", "|---" * (2 + len(INPUTS)) + "|"]
     for name in FORMATS:
@@ -433,7 +434,7 @@ def _mark(kind: int, x: float, y: float) -> str:
 
 
 def chart(title: str, series: dict[str, dict[str, float]]) -> str:
-    """An SVG with a line for each format and a mark for each of the series, on a logarithmic axis."""
+    """Draws an SVG with a line for each format and a mark for each of the series, on a logarithmic axis."""
 
     def place(error: float) -> float:
         return _LEFT + _WIDTH * (math.log10(error) - _LEAST) / (_MOST - _LEAST)
@@ -459,13 +460,13 @@ def chart(title: str, series: dict[str, dict[str, float]]) -> str:
         parts.append(f'<text x="{_LEFT - 12}" y="{y + 4:.1f}" text-anchor="end">{name}</text>')
         parts.append(f'<line x1="{_LEFT}" y1="{y:.1f}" x2="{_LEFT + _WIDTH}" y2="{y:.1f}" stroke="#eeeeee"/>')
         for kind, of in enumerate(series.values()):
-            # Marks of one line lie a little above each other, so that equal errors are all seen.
+            # Marks of one line lie a little above each other, so that equal errors can all be seen.
             parts.append(_mark(kind, place(of[name]), y + 4 * (kind - (len(series) - 1) / 2)))
     return "\n".join([*parts, "</svg>", ""])
 
 
 def charts(rows: Rows) -> dict[str, str]:
-    """The files of the page by their names."""
+    """Returns the files of the page by their names."""
 
     def of(inputs: str, part: str) -> dict[str, float]:
         return {row["format"]: row[part] for row in rows if row["inputs"] == inputs}

@@ -24,7 +24,7 @@ ROUNDS = 7
 
 
 def measure(rows: int, columns: int, dtype: torch.dtype, options: dict[str, bool]) -> tuple[float, Times]:
-    """(floor, times) in us."""
+    """Returns (floor, times) in us."""
     size = rows * columns * dtype.itemsize
     count = min(64, max(2, int(COLD_BYTES / size) + 1))
     numbers = [torch.randn((rows, columns), device="cuda").to(dtype) for _ in range(count)]

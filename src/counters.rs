@@ -1,15 +1,16 @@
-//! Counters of launches before which no other launch makes them zero: layers with the routing inside, and `moe_masked` where it is one
-//! launch. The kernel gets their address, so which counters a launch has changes nothing of its plan.
+//! Counters of launches that no other launch zeroes before. Such launches are layers with the routing inside, and `moe_masked` if it is one
+//! launch. The kernel gets the address of its counters, so its plan does not depend on which counters it has.
 //!
-//! Launches that may overlap must have different counters, and launches on one workspace follow each other: counters are a workspace's. The
-//! first workspaces of a device have theirs in one array, which is zero when it is made and to which every launch leaves what the next one
-//! needs. All further workspaces have them inside, and a memset on the launch's stream makes them zero each time.
+//! Launches that may overlap must have different counters, and launches on one workspace follow each other. So counters belong to a
+//! workspace. The first workspaces of a device have their counters in one array, which is zero when it is made. Every launch leaves in it
+//! what the next launch needs. All further workspaces have their counters inside, and a memset on the launch's stream zeroes them each
+//! time.
 //!
-//! A workspace is known by its address, which may be that of another tensor later. That is safe: a launch counts in no memory longer than it
-//! writes to its workspace, so whoever may write to a freed workspace's memory may count in its counters. torch's allocator gives a freed
-//! block to the stream that it was allocated on, behind the launches there; to another stream after events of every stream that `record_stream`
-//! named, or once the device was synchronised (`cudaFree`). Memory of a CUDA graph stays the graph's, and graphs that share a pool may not be
-//! replayed at the same time. Two live workspaces have two addresses.
+//! A workspace is known by its address, which may later be the address of another tensor. That is safe: a launch counts for no longer than
+//! it writes to its workspace. So a launch that may write to a freed workspace's memory may also count in its counters. torch's allocator
+//! gives a freed block to the stream that it was allocated on, behind the launches there. It gives the block to another stream after events
+//! of every stream that `record_stream` named, or once the device was synchronised (`cudaFree`). Memory of a CUDA graph stays the graph's,
+//! and graphs that share a pool may not be replayed at the same time. Two live workspaces have two addresses.
 
 use crate::device::{cuda_error, Current, Gpu, MAX_DEVICES};
 use crate::error::Result;
@@ -19,11 +20,11 @@ use cudarc::driver::result;
 use std::fmt::Display;
 use std::sync::{Mutex, OnceLock};
 
-/// Workspaces of a device that have a part of the array.
+/// Number of workspaces of a device that have a part of the array.
 const WORKSPACES: usize = 256;
 /// Most experts of a launch that counts by expert.
 pub const MOST_EXPERTS: i64 = 128;
-/// Bytes of a workspace's part of the array: both kinds of counters, apart.
+/// Bytes of a workspace's part of the array, which holds both kinds of counters, apart from each other.
 const PART: usize = 128 + 640;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,7 +36,7 @@ pub enum Counts {
 }
 
 impl Counts {
-    /// How many i32.
+    /// The number of i32 counters.
     pub const fn count(self) -> usize {
         match self {
             Counts::Layer => 2,
@@ -43,7 +44,7 @@ impl Counts {
         }
     }
 
-    /// Where they lie in a part.
+    /// The offset of the counters in a part, in bytes.
     const fn offset(self) -> usize {
         match self {
             Counts::Layer => 0,
@@ -57,7 +58,7 @@ const _: () = assert!(128 + 4 * Counts::Pair { experts: MOST_EXPERTS }.count() <
 /// (device, address of the workspace), in the order of the parts that were handed out.
 static TAKEN: Mutex<Vec<(i32, usize)>> = Mutex::new(Vec::new());
 
-/// The part of a workspace, the same at every call; None: all of the device's are taken.
+/// The number of a workspace's part, which is the same at every call. None if all parts of the device are taken.
 fn part(device: i32, workspace: usize) -> Option<usize> {
     let mut taken = TAKEN.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     let mut number = 0;
@@ -74,8 +75,8 @@ fn part(device: i32, workspace: usize) -> Option<usize> {
     Some(number)
 }
 
-/// Makes the device's array where one of these kernels counts. Called when weights are loaded, so that no call inside a stream capture has to
-/// make it.
+/// Makes the device's array if one of these kernels counts. It is called when weights are loaded, so that no call inside a stream capture
+/// has to make the array.
 pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     if variants.iter().any(Variant::counts) {
         let _current = Current::new(gpu)?;
@@ -84,7 +85,7 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     Ok(())
 }
 
-/// The device's array. The device's context must be current.
+/// The address of the device's array. The device's context must be current.
 fn array(gpu: &Gpu) -> Result<usize> {
     static ARRAYS: [OnceLock<usize>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
     static MAKING: Mutex<()> = Mutex::new(());
@@ -98,7 +99,7 @@ fn array(gpu: &Gpu) -> Result<usize> {
     }
     let bytes = WORKSPACES * PART;
     let failed = |e| cuda_error(format_args!("counters of cuda:{}: {bytes} bytes", gpu.ordinal), e);
-    // SAFETY: new memory, which is zero before anybody gets its address, and is never freed.
+    // SAFETY: the memory is new, is zero before anybody gets its address, and is never freed.
     let address = unsafe {
         let address = result::malloc_sync(bytes).map_err(failed)?;
         result::memset_d8_sync(address, 0, bytes).map_err(failed)?;
@@ -108,7 +109,7 @@ fn array(gpu: &Gpu) -> Result<usize> {
     Ok(*made.get_or_init(|| address))
 }
 
-/// The counters of the next launch on this stream. `own`: room for them in the workspace.
+/// The counters of the next launch on this stream. `own` is room for them in the workspace.
 pub fn of_launch(
     stream: &Stream<'_>,
     op: impl Display,
@@ -120,7 +121,7 @@ pub fn of_launch(
     if let Some(part) = part(gpu.ordinal, workspace as usize) {
         return Ok((array(gpu)? + part * PART + counts.offset()) as *mut i32);
     }
-    // SAFETY: a range of the workspace, of which launches before this one are done with it in stream order.
+    // SAFETY: this is a range of the workspace, and in stream order all launches before this one have finished with it.
     unsafe { stream.zero(op, own, counts.count()) }?;
     Ok(own)
 }

@@ -1,4 +1,4 @@
-//! Shapes of a layer, as plain data: what plans are made from.
+//! Shapes of a layer, as plain data. Plans are made from them.
 
 use crate::params::Dtype;
 use crate::quant::fp8::GROUP;
@@ -7,24 +7,24 @@ use crate::quant::Format;
 /// Everything a plan needs to know of a layer's weights.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LayerDesc {
-    /// Experts held here.
+    /// Experts of this rank.
     pub experts: i64,
     /// Columns of x and of the output.
     pub hidden: i64,
     pub intermediate: i64,
     pub gated: bool,
-    /// Of activations and products.
+    /// Dtype of activations and products.
     pub dtype: Dtype,
     pub format: Format,
 }
 
 impl LayerDesc {
-    /// Rows of w13 of an expert.
+    /// Rows of an expert's w13.
     pub fn up_rows(&self) -> i64 {
         self.intermediate * if self.gated { 2 } else { 1 }
     }
 
-    /// Columns of a row between the GEMMs, as it lies in memory: of fp8 whole blocks, and those behind `intermediate` are zeros.
+    /// Columns, in memory, of a row between the GEMMs. fp8 has whole blocks there, and the columns behind `intermediate` are zeros.
     pub fn inner(&self) -> i64 {
         let block = if self.format.is_fp8() { GROUP as i64 } else { 1 };
         (self.intermediate + block - 1) / block * block

@@ -1,4 +1,4 @@
-//! What the plan and the launch need to know of a GPU. `Device` can be made without one, for plans of any architecture.
+//! The facts about a GPU that plans and launches need. `Device` can be made without a GPU, for plans of any architecture.
 
 use crate::error::{Error, Result};
 use crate::fork;
@@ -15,19 +15,19 @@ impl Arch {
     pub const SM100: Arch = Arch(100);
     pub const SM120: Arch = Arch(120);
 
-    /// From "sm_90", "90", "sm_90a" ...; None where no GPU in [`GPUS`] has it.
+    /// The architecture named "sm_90", "90", "sm_90a" ...; None if no GPU in [`GPUS`] has it.
     pub fn parse(text: &str) -> Option<Arch> {
         let digits = text.strip_prefix("sm_").unwrap_or(text);
         let digits = digits.strip_suffix(['a', 'f']).unwrap_or(digits);
         GPUS.iter().map(|gpu| gpu.0).find(|number| number.to_string() == digits).map(Arch)
     }
 
-    /// Those that `parse` knows, for messages.
+    /// The architectures that `parse` knows, for messages.
     pub fn known() -> String {
         GPUS.map(|gpu| Arch(gpu.0).to_string()).join(", ")
     }
 
-    /// The compiled architecture whose machine code runs here: 80 runs on all of 8.x, 90a on 9.0 alone, an f on its family.
+    /// The compiled architecture whose machine code runs on this one: 80 runs on all of 8.x, 90a only on 9.0, and an f on its family.
     pub fn image(self) -> &'static str {
         match self.0 {
             80..=89 => "80",
@@ -46,9 +46,9 @@ impl std::fmt::Display for Arch {
 }
 
 /// A usual GPU of each compute capability: multiprocessors, KiB of dynamic shared memory that a CTA can have, bytes a second of memory,
-/// dense bf16 flop a second. Sizes of shared memory are those of the CUDA programming guide; bandwidths and rates are data-sheet values,
-/// and where a data sheet gives another rate alone (Orin: int8, Thor and GB10: fp4, both sparse), what follows from that; those of sm_90
-/// are what an H200 reached (docs/measured.md).
+/// dense bf16 flop a second. Sizes of shared memory are from the CUDA programming guide. Bandwidths and rates are data-sheet values. If a
+/// data sheet gives only another rate (Orin: int8, Thor and GB10: fp4, both sparse), the rate follows from that. The values of sm_90 are
+/// what an H200 reached (docs/measured.md).
 const GPUS: [(u32, &str, u32, u32, f64, f64); 10] = [
     (80, "A100", 108, 163, 2.0e12, 312e12),
     (86, "A40", 84, 99, 0.696e12, 150e12),
@@ -62,27 +62,27 @@ const GPUS: [(u32, &str, u32, u32, f64, f64); 10] = [
     (121, "GB10 (DGX Spark)", 48, 99, 0.273e12, 125e12),
 ];
 
-/// The numbers a plan is a function of.
+/// The numbers that a plan is a function of.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Device {
     pub arch: Arch,
     pub name: String,
     pub multiprocessors: u32,
-    /// Whether the kernels for any GPU take the place of this architecture's own: of tests (OXMOE_PORTABLE).
+    /// Whether the portable kernels replace this architecture's own, for tests (OXMOE_PORTABLE).
     pub portable: bool,
-    /// Whether all CTAs that fit on its multiprocessors can run at once. They cannot on a stream of a green context or under an MPS limit, and
-    /// kernels whose CTAs wait for each other are not for these.
+    /// Whether all CTAs that fit on its multiprocessors can run at once. They cannot on a stream of a green context or under an MPS limit.
+    /// Kernels whose CTAs wait for each other are not used there.
     pub whole: bool,
-    /// Most dynamic shared memory a CTA can have, bytes.
+    /// Most dynamic shared memory that a CTA can have, in bytes.
     pub shared_bytes: u32,
-    /// For the roofline in `explain`, bytes a second.
+    /// Memory bandwidth in bytes a second, for the roofline in `explain`.
     pub bandwidth: f64,
-    /// Dense bf16 tensor rate for the same, flop a second.
+    /// Dense bf16 tensor rate in flop a second, for the roofline in `explain`.
     pub flops: f64,
 }
 
 impl Device {
-    /// The architecture's GPU in [`GPUS`], for plans without a GPU; of one that is not there, the last before it.
+    /// The architecture's GPU in [`GPUS`], for plans without a GPU. An architecture that is not there has the last GPU before it.
     pub fn typical(arch: Arch) -> Device {
         let (_, name, multiprocessors, shared_kib, bandwidth, flops) =
             *GPUS.iter().rfind(|gpu| gpu.0 <= arch.0).unwrap_or(&GPUS[0]);
@@ -96,14 +96,14 @@ impl Device {
     }
 }
 
-/// Whether a CUDA driver can be opened. Every call of cudarc panics without one, so this is asked first, once.
+/// Whether a CUDA driver can be opened. Every call of cudarc panics without one, so this is asked first, and once.
 pub fn driver_present() -> bool {
     static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: opens and closes libcuda by name.
+    // SAFETY: the call opens and closes libcuda by name.
     *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
 }
 
-/// A failed driver call as an error that says what was being done.
+/// The error of a failed driver call. It says what was being done.
 pub fn cuda_error(doing: impl std::fmt::Display, error: result::DriverError) -> Error {
     Error::Cuda(format!("{doing}: CUDA error {:?}", error.0))
 }
@@ -116,7 +116,7 @@ pub struct Gpu {
     pub ordinal: i32,
     pub device: Device,
     context: usize,
-    /// `fork::generation()` of the process that the context belongs to.
+    /// The `fork::generation()` of the process that the context belongs to.
     generation: u32,
 }
 
@@ -133,19 +133,20 @@ pub fn driver_version() -> Result<i32> {
         ));
     }
     let mut version = 0;
-    // SAFETY: writes one integer.
+    // SAFETY: the call writes one integer.
     unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| cuda_error("cuDriverGetVersion", e))?;
     Ok(*VERSION.get_or_init(|| version))
 }
 
-/// The CUDA version that a driver must speak for this build's kernels: machine code of a compiler runs on every driver of its major version.
+/// The CUDA version that a driver must support for this build's kernels. Machine code of a compiler runs on every driver of its major
+/// version.
 pub fn needed_version() -> i32 {
     let major = env!("OXMOE_NVCC_VERSION").split('.').next().and_then(|major| major.parse().ok());
-    // Without kernels: what the driver's functions are declared after.
+    // A build without kernels needs version 13, by which the driver's functions are declared.
     1000 * major.unwrap_or(13).max(13)
 }
 
-/// 13000 as "13.0".
+/// The text of a CUDA version: "13.0" for 13000.
 pub fn version_text(version: i32) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
@@ -164,14 +165,15 @@ fn require_version(version: i32, needed: i32) -> Result<()> {
 
 fn initialised(done: std::result::Result<(), result::DriverError>) -> Result<i32> {
     done.map_err(|e| match (e.0, fork::generation()) {
-        // What the driver says in a child of a process that had used it.
+        // The driver reports this in a child of a process that had used it.
         (sys::CUresult::CUDA_ERROR_NOT_INITIALIZED, 1..) => fork::cuda_error("cuInit"),
         _ => cuda_error("cuInit", e),
     })?;
     result::device::get_count().map_err(|e| cuda_error("cuDeviceGetCount", e))
 }
 
-/// All GPUs that the driver sees, also one that is too old for this build; 0 where it may use none (an empty CUDA_VISIBLE_DEVICES).
+/// The number of GPUs that the driver sees, also GPUs that are too old for this build. 0 if the driver may use none (an empty
+/// CUDA_VISIBLE_DEVICES).
 pub fn visible() -> Result<i32> {
     driver_version()?;
     match result::init() {
@@ -180,13 +182,13 @@ pub fn visible() -> Result<i32> {
     }
 }
 
-/// All GPUs, or why there are none that can be used.
+/// The number of GPUs, or an error that says why none can be used.
 fn count() -> Result<i32> {
     require_version(driver_version()?, needed_version())?;
     initialised(result::init())
 }
 
-/// The GPU with this ordinal; its primary context is retained on first use and kept.
+/// The GPU with this ordinal. Its primary context is retained on first use and kept.
 pub fn gpu(ordinal: i32) -> Result<&'static Gpu> {
     static GPUS: [OnceLock<Gpu>; MAX_DEVICES] = [const { OnceLock::new() }; MAX_DEVICES];
     let Some(slot) = usize::try_from(ordinal).ok().and_then(|i| GPUS.get(i)) else {
@@ -235,7 +237,7 @@ fn open(ordinal: i32) -> Result<Gpu> {
     Ok(Gpu { ordinal, device, context: context as usize, generation: fork::generation() })
 }
 
-/// Makes a GPU's primary context current for as long as it lives; costs one driver call when it already is.
+/// Makes a GPU's primary context current while this value lives. It costs one driver call if the context already is current.
 pub struct Current {
     previous: Option<sys::CUcontext>,
 }
@@ -256,7 +258,7 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         if let Some(previous) = self.previous {
-            // SAFETY: this context was current on this thread when we came; failure to restore leaves ours current, which is harmless.
+            // SAFETY: this context was current on this thread before. A failure to restore it leaves ours current, which is harmless.
             let _ = unsafe { result::ctx::set_current(previous) };
         }
     }
@@ -285,7 +287,7 @@ mod tests {
                 (name, multiprocessors, shared << 10)
             );
         }
-        // Not in the table.
+        // Compute capability 8.8 is not in the table.
         assert_eq!(Device::typical(Arch(88)).name, "Jetson AGX Orin");
     }
 

@@ -32,7 +32,7 @@ pub struct Tensor {
     pub ndim: i32,
     pub dtype: DataType,
     pub shape: *mut i64,
-    /// In elements; null means row-major contiguous.
+    /// Strides in elements. Null means row-major contiguous.
     pub strides: *mut i64,
     pub byte_offset: u64,
 }
@@ -55,7 +55,7 @@ pub struct ManagedVersioned {
 
 type SetError = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char);
 
-/// The table that a tensor type publishes as `__dlpack_c_exchange_api__`. Every function needs the GIL, returns 0, or -1 with a Python
+/// The table that a tensor type publishes as `__dlpack_c_exchange_api__`. Every function needs the GIL, and returns 0, or -1 with a Python
 /// error set.
 #[repr(C)]
 pub struct ExchangeApi {

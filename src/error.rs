@@ -14,10 +14,10 @@ pub enum Error {
     Cuda(String),
     /// The host has no memory for what a call needs. → MemoryError
     Memory(String),
-    /// A launch whose CTAs wait for each other on a part of a GPU that cannot hold them at once. → RuntimeError; `moe` runs as separate
+    /// A launch whose CTAs wait for each other, on a part of a GPU that cannot hold them at once. → RuntimeError; `moe` runs as separate
     /// launches instead.
     TooLarge(String),
-    /// Raised by Python code that we called (an allocation, `__dlpack__`); passed on as it is.
+    /// An exception of Python code that we called (an allocation, `__dlpack__`). It is passed on unchanged.
     Python(PyErr),
 }
 
@@ -54,8 +54,8 @@ impl From<PyErr> for Error {
     }
 }
 
-/// Runs the body of a Python-facing function: a panic (a bug here, or a driver without a symbol that cudarc loads lazily) becomes a
-/// RuntimeError instead of pyo3's PanicException, which `except Exception` does not catch.
+/// Runs the body of a Python-facing function. A panic (a bug here, or a driver without a symbol that cudarc loads lazily) becomes a
+/// RuntimeError. `except Exception` would not catch pyo3's PanicException.
 pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> pyo3::PyResult<T> {
     match std::panic::catch_unwind(std::panic::AssertUnwindSafe(body)) {
         Ok(result) => Ok(result?),
@@ -70,8 +70,8 @@ pub fn guard<T>(body: impl FnOnce() -> Result<T>) -> pyo3::PyResult<T> {
     }
 }
 
-/// An empty vector with room for `count` elements. Where the host has no memory for them this is an error, while `Vec::with_capacity`
-/// ends the process: memory whose size follows from a call's operands is taken here.
+/// An empty vector with room for `count` elements. If the host has no memory for them, this is an error, while `Vec::with_capacity` ends
+/// the process. Memory whose size follows from a call's operands is taken here.
 pub fn try_vec<T>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut room = Vec::new();
     room.try_reserve_exact(count).map_err(|_| {
@@ -81,14 +81,14 @@ pub fn try_vec<T>(count: usize, what: &str) -> Result<Vec<T>> {
     Ok(room)
 }
 
-/// `count` elements with the value `T::default()`, taken as by [`try_vec`].
+/// A vector of `count` elements with the value `T::default()`, taken with [`try_vec`].
 pub fn try_filled<T: Clone + Default>(count: usize, what: &str) -> Result<Vec<T>> {
     let mut room = try_vec(count, what)?;
     room.resize(count, T::default());
     Ok(room)
 }
 
-/// `return Err(Error::Contract(format!(...)))`
+/// Expands to `return Err(Error::Contract(format!(...)))`.
 #[macro_export]
 macro_rules! contract {
     ($($text:tt)*) => { return Err($crate::error::Error::Contract(format!($($text)*))) };

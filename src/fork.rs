@@ -1,5 +1,5 @@
-//! How often this process was made by fork() since the module was loaded: what belongs to a parent (threads, CUDA contexts) is not there
-//! in its child.
+//! The number of fork() calls between this process and the one that loaded the module. A parent's threads and CUDA contexts do not exist in
+//! its child.
 
 use crate::error::Error;
 use std::ffi::c_int;
@@ -19,13 +19,13 @@ extern "C" fn count_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Counts from now on. Called once, when Python loads the module.
+/// Starts to count. It is called once, when Python loads the module.
 pub fn watch() {
     // SAFETY: the handler changes one atomic number, and the module that it lies in is never unloaded.
     unsafe { pthread_atfork(None, None, Some(count_child)) };
 }
 
-/// 0 in the process that loaded the module; each fork() adds one in the child.
+/// 0 in the process that loaded the module. Each fork() adds one in the child.
 pub fn generation() -> u32 {
     GENERATION.load(Ordering::Relaxed)
 }

@@ -1,4 +1,4 @@
-//! Kernels: loaded once per device, launched here and nowhere else.
+//! Kernels: they are loaded once per device, and launched here and nowhere else.
 
 use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
@@ -14,7 +14,7 @@ use std::fmt::Display;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
-/// Aligned so that the driver may read the image as words.
+/// An image, aligned so that the driver may read it as words.
 #[repr(C, align(64))]
 #[allow(dead_code)] // unused by a build without kernels
 struct Image<T: ?Sized>(T);
@@ -24,7 +24,7 @@ struct Image<T: ?Sized>(T);
 pub struct Kernel {
     pub variant: Variant,
     pub symbol: &'static str,
-    /// Index into IMAGES.
+    /// Index into IMAGES of the image that has this kernel.
     image: usize,
     /// Compiled architectures ("80", "90a", ...).
     pub archs: &'static [&'static str],
@@ -38,7 +38,7 @@ impl Kernel {
 }
 
 mod table {
-    #[allow(unused_imports)] // Image: unused by a build without kernels
+    #[allow(unused_imports)] // a build without kernels does not use Image
     use super::{Image, Kernel};
     include!(concat!(env!("OUT_DIR"), "/images.rs"));
 }
@@ -49,7 +49,7 @@ pub fn compiled_archs() -> Vec<&'static str> {
     env!("OXMOE_COMPILED_ARCHS").split(';').filter(|a| !a.is_empty()).collect()
 }
 
-/// How a kernel is launched. Comes from the plan.
+/// How a kernel is launched. The plan makes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Launch {
     pub variant: Variant,
@@ -67,13 +67,13 @@ impl std::fmt::Display for Launch {
     }
 }
 
-/// What a launch gives to a kernel: a struct of parameters, or tensor maps and such a struct. A launch compares its types with those that the
-/// kernel's row names.
+/// The arguments that a launch gives to a kernel: a struct of parameters, or tensor maps and such a struct. A launch compares their types
+/// with the types that the kernel's row names.
 pub trait Arguments {
     /// The C++ types, in the order of the kernel's parameters.
     const TYPES: &'static [&'static str];
 
-    /// The values' addresses, in the same order.
+    /// The addresses of the values, in the order of the kernel's parameters.
     fn pointers(&self) -> [*mut c_void; 3];
 }
 
@@ -106,7 +106,7 @@ impl Arguments for (&TensorMap, &GroupedGemmParams) {
     }
 }
 
-/// Parameters behind two tensor maps.
+/// Arguments of kernels that take two tensor maps and a struct of parameters.
 macro_rules! behind_two_maps {
     ($($params:ident)*) => {
         $(impl Arguments for (&TensorMap, &TensorMap, &$params) {
@@ -121,7 +121,7 @@ macro_rules! behind_two_maps {
 
 behind_two_maps! { LayerParams OrderedGemmParams RoutedLayerParams }
 
-/// An error where the kernel takes other types than these: it would read past what it is given.
+/// An error if the kernel takes other types than these, because it would read past its arguments.
 fn require(op: &dyn Display, variant: &Variant, types: &[&str]) -> Result<()> {
     let expected = variant.row().parameters;
     if expected.len() == types.len() && expected.iter().zip(types).all(|((expected, _), given)| expected == given) {
@@ -133,18 +133,18 @@ fn require(op: &dyn Display, variant: &Variant, types: &[&str]) -> Result<()> {
 
 #[derive(Clone, Copy)]
 struct Function(sys::CUfunction);
-// SAFETY: a handle that the driver lets any thread use.
+// SAFETY: this is a handle that the driver lets any thread use.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: this is a handle that the driver lets any thread use.
 unsafe impl Sync for Function {}
 
 struct Module(sys::CUmodule);
-// SAFETY: a handle that the driver lets any thread use.
+// SAFETY: this is a handle that the driver lets any thread use.
 unsafe impl Send for Module {}
-// SAFETY: as above.
+// SAFETY: this is a handle that the driver lets any thread use.
 unsafe impl Sync for Module {}
 
-/// No shared memory beside the L1 cache that a kernel does not ask for.
+/// The carveout of kernels that leave all memory except their own shared memory to the L1 cache.
 const MOST_L1: i32 = sys::CUshared_carveout::CU_SHAREDMEM_CARVEOUT_MAX_L1 as i32;
 
 static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
@@ -152,7 +152,7 @@ static FUNCTIONS: [[OnceLock<Function>; KERNELS.len()]; MAX_DEVICES] =
 static MODULES: [[OnceLock<Module>; IMAGES.len()]; MAX_DEVICES] =
     [const { [const { OnceLock::new() }; IMAGES.len()] }; MAX_DEVICES];
 
-/// Launches of each kernel that the driver accepted, by this process on all devices.
+/// Launches of each kernel that the driver accepted, counted for this process on all devices.
 static LAUNCHES: [AtomicU64; KERNELS.len()] = [const { AtomicU64::new(0) }; KERNELS.len()];
 
 /// Every kernel's symbol and the number of its launches.
@@ -160,10 +160,11 @@ pub fn launches() -> impl Iterator<Item = (&'static str, &'static AtomicU64)> {
     KERNELS.iter().map(|kernel| kernel.symbol).zip(&LAUNCHES)
 }
 
-/// Devices on which the driver has refused a launch whose CTAs wait for each other as too large: those of a process under an MPS limit.
+/// Devices on which the driver has refused, as too large, a launch whose CTAs wait for each other. That happens to a process under an MPS
+/// limit.
 static PARTS: [AtomicBool; MAX_DEVICES] = [const { AtomicBool::new(false) }; MAX_DEVICES];
 
-/// The kernel's place in the table, which is sorted by family.
+/// The index of the kernel in the table, which is sorted by family.
 fn position(variant: &Variant) -> Option<usize> {
     let first = KERNELS.partition_point(|kernel| kernel.variant.family < variant.family);
     let of_family = KERNELS[first..].iter().take_while(|kernel| kernel.variant.family == variant.family);
@@ -175,8 +176,8 @@ pub fn available(variant: &Variant, gpu: &Gpu) -> bool {
     position(variant).is_some_and(|i| KERNELS[i].archs.contains(&gpu.device.arch.image()))
 }
 
-/// Loads a kernel on a device if it is not there yet. Done when weights are loaded, so that no launch inside a stream capture has to.
-/// The device's context must be current.
+/// Loads a kernel on a device if it is not loaded yet. It is called when weights are loaded, so that no launch inside a stream capture has
+/// to load. The device's context must be current.
 fn load(gpu: &Gpu, variant: &Variant) -> Result<(usize, Function)> {
     let functions = &FUNCTIONS[gpu.ordinal as usize];
     let row = position(variant);
@@ -197,12 +198,12 @@ fn load(gpu: &Gpu, variant: &Variant) -> Result<(usize, Function)> {
     let kernel = &KERNELS[index];
     let module = &MODULES[gpu.ordinal as usize][kernel.image];
     if module.get().is_none() {
-        // SAFETY: a fatbin made by nvcc at build time, 64-byte aligned, alive for ever.
+        // SAFETY: the image is a fatbin made by nvcc at build time, 64-byte aligned, and alive for ever.
         let loaded = unsafe { result::module::load_data(IMAGES[kernel.image].as_ptr().cast()) }.map_err(|e| {
             cuda_error(format_args!("loading {} on cuda:{} ({})", kernel.symbol, gpu.ordinal, gpu.device.arch), e)
         })?;
         if let Err(second) = module.set(Module(loaded)) {
-            // SAFETY: another thread was faster; nobody has seen this copy.
+            // SAFETY: another thread was faster, and nobody has seen this copy.
             let _ = unsafe { result::module::unload(second.0) };
         }
     }
@@ -238,7 +239,7 @@ pub fn prepare(gpu: &Gpu, variants: &[Variant]) -> Result<()> {
     Ok(())
 }
 
-/// A stream of a device whose context is current: what launches go to.
+/// A stream of a device whose context is current. Launches go to it.
 pub struct Stream<'a> {
     gpu: &'a Gpu,
     raw: sys::CUstream,
@@ -246,7 +247,7 @@ pub struct Stream<'a> {
 }
 
 impl<'a> Stream<'a> {
-    /// `raw` is torch's current stream of this GPU. A call whose operands were not compared with each other has no `Checked`.
+    /// `raw` is torch's current stream of this GPU. `Checked` proves that the operands of the call were compared with each other.
     pub fn new(gpu: &'a Gpu, raw: *mut c_void, _checked: &Checked) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
     }
@@ -255,8 +256,8 @@ impl<'a> Stream<'a> {
         &self.gpu.device
     }
 
-    /// Whether all CTAs of a launch whose CTAs wait for each other can run at once on this stream. Not known to be false before the driver has
-    /// refused one on this device, but of streams of green contexts, whose part of the GPU the driver tells.
+    /// Whether all CTAs of `launch`, which wait for each other, can run at once on this stream. The driver reports the size of a green
+    /// context. On other streams the answer is true until the driver has refused such a launch on this device.
     pub fn holds(&self, launch: &Launch) -> bool {
         let ctas = |multiprocessors: u32| multiprocessors * launch.variant.ctas_per_multiprocessor();
         !PARTS[self.gpu.ordinal as usize].load(Ordering::Relaxed)
@@ -265,21 +266,21 @@ impl<'a> Stream<'a> {
 
     /// Multiprocessors of the stream's green context, if it has one.
     fn green_multiprocessors(&self) -> Option<u32> {
-        // The streams that CUDA names by a number are those of the primary context, which is current.
+        // The streams that CUDA names by a number belong to the primary context, which is current.
         if self.raw as usize <= 2 {
             return None;
         }
         let mut green = std::ptr::null_mut();
-        // SAFETY: torch's stream; writes one handle.
+        // SAFETY: this is torch's stream, and the call writes one handle.
         let asked = unsafe { sys::cuStreamGetGreenCtx(self.raw, &mut green) };
         if asked != sys::CUresult::CUDA_SUCCESS || green.is_null() {
             return None;
         }
         let mut resource = std::mem::MaybeUninit::<sys::CUdevResource>::zeroed();
         let kind = sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
-        // SAFETY: the driver gave the handle and writes one struct.
+        // SAFETY: the driver gave the handle, and the call writes one struct.
         let asked = unsafe { sys::cuGreenCtxGetDevResource(green, resource.as_mut_ptr(), kind) };
-        // SAFETY: zeroed, then written as a resource of this kind.
+        // SAFETY: the struct was zeroed, then written as a resource of this kind.
         (asked == sys::CUresult::CUDA_SUCCESS).then(|| unsafe { resource.assume_init().__bindgen_anon_1.sm.smCount })
     }
 
@@ -290,7 +291,7 @@ impl<'a> Stream<'a> {
     /// Writes `count` zeros, in stream order.
     ///
     /// # Safety
-    /// This device's memory, which the caller may write.
+    /// `to` points to memory of this device, which the caller may write.
     pub unsafe fn zero(&self, op: impl Display, to: *mut i32, count: usize) -> Result<()> {
         // SAFETY: the caller's contract.
         unsafe { result::memset_d8_async(to as u64, 0, 4 * count, self.raw) }
@@ -300,7 +301,7 @@ impl<'a> Stream<'a> {
     /// Copies `bytes` of device memory, in stream order.
     ///
     /// # Safety
-    /// Both are ranges of this device's memory that the caller may read and write, and they do not overlap.
+    /// `to` and `from` are ranges of this device's memory that the caller may write and read, and they do not overlap.
     pub unsafe fn copy(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's contract.
         unsafe { result::memcpy_dtod_async(to as u64, from as u64, bytes, self.raw) }
@@ -310,21 +311,21 @@ impl<'a> Stream<'a> {
     /// Copies `bytes` of device memory to the host, and waits for them.
     ///
     /// # Safety
-    /// Both are ranges that the caller may read and write.
+    /// `to` and `from` are ranges that the caller may write and read.
     pub unsafe fn read(&self, op: &str, to: *mut u8, from: *const u8, bytes: usize) -> Result<()> {
         // SAFETY: the caller's contract.
         let to = unsafe { std::slice::from_raw_parts_mut(to, bytes) };
-        // SAFETY: as above; `to` outlives the copy, which is waited for.
+        // SAFETY: the caller's contract; `to` outlives the copy, because this function waits for it.
         unsafe { result::memcpy_dtoh_async(to, from as u64, self.raw) }
             .map_err(|e| cuda_error(format_args!("{op}: reading {bytes} bytes"), e))?;
-        // SAFETY: torch's stream, which the caller holds.
+        // SAFETY: this is torch's stream, which the caller holds.
         unsafe { result::stream::synchronize(self.raw) }
             .map_err(|e| cuda_error(format_args!("{op}: waiting for its stream"), e))
     }
 
     /// Whether launches go into a CUDA graph.
     pub fn is_capturing(&self) -> Result<bool> {
-        // SAFETY: torch's stream, which the caller holds.
+        // SAFETY: this is torch's stream, which the caller holds.
         unsafe { result::stream::is_capturing(self.raw) }
             .map(|status| status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE)
             .map_err(|e| cuda_error("cuStreamIsCapturing", e))
@@ -350,7 +351,7 @@ impl<'a> Stream<'a> {
                 attributes[1].value.clusterDim.z = 1;
                 count = 2;
             }
-            // Its CTAs wait for each other: all of them start, or none, also beside another stream's kernels.
+            // CTAs of this kernel wait for each other. All of them must start, or none, also beside kernels of another stream.
             if launch.variant.is_one_launch() {
                 attributes[count as usize].id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
                 attributes[count as usize].value.cooperative = 1;
@@ -370,8 +371,8 @@ impl<'a> Stream<'a> {
             numAttrs: count,
         };
         let mut pointers = arguments.pointers();
-        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (`require`), they live
-        // until the call returns; device memory behind them was checked by the op's contract.
+        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (`require`). They live until the call
+        // returns. The op's contract has checked the device memory behind them.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
             .map_err(|e| self.launch_error(&op, launch, e))?;
@@ -383,7 +384,7 @@ impl<'a> Stream<'a> {
         if error.0 != sys::CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE {
             return cuda_error(format_args!("{op}: launching {launch}"), error);
         }
-        // Of a green context nothing is remembered: it is one stream's.
+        // The refusal is not remembered for a green context, because it concerns only one stream.
         if self.green_multiprocessors().is_none() {
             PARTS[self.gpu.ordinal as usize].store(true, Ordering::Relaxed);
         }

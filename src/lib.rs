@@ -1,4 +1,4 @@
-//! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists what Python sees.
+//! oxmoe: SGLang's MoE layers on Rust and CUDA. This file lists the names that Python sees.
 
 pub mod allreduce;
 mod counters;
@@ -13,6 +13,8 @@ pub mod kernel;
 pub mod moe;
 mod parallel;
 pub mod params;
+#[cfg(test)] // only the build script uses it
+mod platform;
 pub mod python;
 pub mod quant;
 mod sizes;
@@ -106,7 +108,7 @@ fn device_info(py: Python<'_>) -> PyResult<Bound<'_, pyo3::types::PyDict>> {
                 entry.set_item("shared_bytes", gpu.device.shared_bytes)?;
                 entry.set_item("kernels", kernel::compiled_archs().contains(&gpu.device.arch.image()))?;
             }
-            // Not a reason to say nothing of the others: a GPU before sm_80, say, or all of them under a driver that is too old.
+            // An unusable GPU does not hide the others. It may be older than sm_80, and under a driver that is too old no GPU is usable.
             Err(error) => {
                 entry.set_item("name", error.value(py).to_string())?;
                 entry.set_item("arch", "not supported")?;

@@ -1,7 +1,7 @@
-//! Loops on many threads. All of them run in one pool of this process's own, which is made anew in a child of fork(): threads do not
+//! Loops on many threads. All of them run in one pool that belongs to this process. A child of fork() makes a new pool: threads do not
 //! survive fork(), and a pool without them would wait for ever.
 //!
-//! This file alone names rayon, so that no loop can run in rayon's global pool: `Parallel` has the methods that do the work, and rayon's
+//! Only this file names rayon, so that no loop can run in rayon's global pool. `Parallel` has the methods that do the work, and rayon's
 //! trait of the same methods is not exported.
 
 use crate::fork;
@@ -12,14 +12,15 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
 struct Pool {
-    /// `fork::generation()` of the process whose threads they are.
+    /// The `fork::generation()` of the process that has these threads.
     generation: u32,
     threads: ThreadPool,
 }
 
 static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
 
-/// As many threads as `RAYON_NUM_THREADS` says, or as there are processors. Where the system gives no more threads: half as many, and so on.
+/// A pool with `RAYON_NUM_THREADS` threads, or one thread for each processor. If the system gives no more threads, it takes half as many,
+/// and so on.
 fn start() -> ThreadPool {
     let mut most = 2 * std::thread::available_parallelism().map_or(1, usize::from);
     let mut builder = ThreadPoolBuilder::new();
@@ -37,21 +38,22 @@ fn start() -> ThreadPool {
 
 /// This process's pool.
 ///
-/// NOTE: no lock: another thread of the parent may have held it at the fork.
+/// NOTE: there is no lock, because another thread of the parent may have held it at the fork.
 fn pool() -> &'static ThreadPool {
     let generation = fork::generation();
     let current = POOL.load(Ordering::Acquire);
-    // SAFETY: null, or a pool that was stored below and is never freed.
+    // SAFETY: the pointer is null, or a pool that was stored below and is never freed.
     if let Some(pool) = unsafe { current.as_ref() }.filter(|pool| pool.generation == generation) {
         return &pool.threads;
     }
     let made = Box::into_raw(Box::new(Pool { generation, threads: start() }));
-    // A parent's pool is left as it is: its threads cannot be told to end.
+    // A parent's pool is left alone, because its threads cannot be told to end.
     match POOL.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: it was made above and is never freed from here on.
+        // SAFETY: the pool was made above, and from here on it is never freed.
         Ok(_) => unsafe { &(*made).threads },
         Err(faster) => {
-            // SAFETY: another thread of this process was faster: nobody has seen the one that was made here, and the other is never freed.
+            // SAFETY: another thread of this process was faster. Nobody has seen the pool that was made here, and the other one is never
+            // freed.
             unsafe {
                 drop(Box::from_raw(made));
                 &(*faster).threads
@@ -60,23 +62,23 @@ fn pool() -> &'static ThreadPool {
     }
 }
 
-/// How many threads this process's loops run on.
+/// The number of threads on which this process's loops run.
 pub fn threads() -> usize {
     pool().current_num_threads()
 }
 
-/// The consuming methods of rayon's iterators, in this process's pool. What is not divided runs on the caller's thread.
+/// The consuming methods of rayon's iterators, in this process's pool. A loop that is not divided runs on the caller's thread.
 pub trait Parallel: IndexedParallelIterator {
     fn for_each(self, body: impl Fn(Self::Item) + Send + Sync) {
         self.for_each_least(1, body);
     }
 
-    /// Tasks have at least so many items.
+    /// Runs `body` for each item, in tasks of at least `least` items.
     fn for_each_least(self, least: usize, body: impl Fn(Self::Item) + Send + Sync) {
         divided(self.len(), least, || ParallelIterator::for_each(self.with_min_len(least), body));
     }
 
-    /// `init` makes what a task's items share.
+    /// Runs `body` for each item. `init` makes the value that the items of a task share.
     fn for_each_init<T>(self, init: impl Fn() -> T + Send + Sync, body: impl Fn(&mut T, Self::Item) + Send + Sync) {
         divided(self.len(), 1, || ParallelIterator::for_each_init(self, init, body));
     }
@@ -85,12 +87,12 @@ pub trait Parallel: IndexedParallelIterator {
         divided(self.len(), 1, || ParallelIterator::map(self, map).collect())
     }
 
-    /// The largest of what `map` gives, 0 at least. Tasks have at least so many items.
+    /// The largest number that `map` gives, at least 0. Tasks have at least `least` items.
     fn largest(self, least: usize, map: impl Fn(Self::Item) -> f32 + Send + Sync) -> f32 {
         divided(self.len(), least, || ParallelIterator::map(self.with_min_len(least), map).reduce(|| 0.0, f32::max))
     }
 
-    /// The first thing that `map` gives.
+    /// The first value that `map` gives in the order of the items.
     fn find_map_first<R: Send>(self, map: impl Fn(Self::Item) -> Option<R> + Send + Sync) -> Option<R> {
         divided(self.len(), 1, || ParallelIterator::find_map_first(self, map))
     }
@@ -98,7 +100,7 @@ pub trait Parallel: IndexedParallelIterator {
 
 impl<I: IndexedParallelIterator> Parallel for I {}
 
-/// Runs a loop of `items`, where it is no shorter than two tasks, on the pool.
+/// Runs a loop of `items` on the pool if it is at least two tasks long, and otherwise on this thread.
 fn divided<R: Send>(items: usize, least: usize, run: impl FnOnce() -> R + Send) -> R {
     if items < 2 * least {
         run()

@@ -27,7 +27,7 @@ pub use tiles::ffi::TileRowsParams;
 
 /// A struct that kernels take as their only parameter.
 pub trait Parameters {
-    /// As the table of kernels has it.
+    /// The name of the struct in the table of kernels.
     const NAME: &'static str;
 }
 

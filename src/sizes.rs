@@ -1,8 +1,8 @@
-//! Sizes of operands as kernels count them.
+//! Sizes of operands in the integer types of kernels.
 
 use crate::error::{Error, Result};
 
-/// `size` in the 32 bits of a kernel's parameter. `what` names it: `x: dimension 0 "tokens"`.
+/// `size` in the 32 bits of a kernel's parameter. `what` names it in an error: `x: dimension 0 "tokens"`.
 pub fn int(what: &str, size: i64) -> Result<i32> {
     i32::try_from(size).map_err(|_| Error::Unsupported(format!("{what}: {size}; supported: up to {}", i32::MAX)))
 }

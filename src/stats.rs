@@ -1,5 +1,5 @@
-//! What this process has done so far: calls by function, launches by kernel. Servers read it as `oxmoe.stats`; `OXMOE_LOG_PLANS` has each
-//! call's plan printed once a shape.
+//! Counts of what this process has done so far: calls by function, launches by kernel. Servers read them as `oxmoe.stats`. With
+//! `OXMOE_LOG_PLANS`, the plan of each call is printed once for each shape.
 
 use crate::kernel;
 use pyo3::prelude::*;
@@ -24,7 +24,7 @@ const NAMES: [&str; 6] = ["moe", "moe_masked", "moe_contiguous", "topk", "mm_mxf
 /// The calls of each function that returned, and their rows.
 static CALLS: [[AtomicU64; 2]; NAMES.len()] = [const { [const { AtomicU64::new(0) }; 2] }; NAMES.len()];
 
-/// Counts a call that returns, of so many rows; one of no rows does nothing and is not counted.
+/// Counts a call that returns, with its number of rows. A call without rows does nothing and is not counted.
 pub fn count(call: Call, rows: i64) {
     if rows == 0 {
         return;
@@ -63,8 +63,8 @@ pub fn stats(py: Python<'_>, reset: bool) -> PyResult<Bound<'_, PyDict>> {
     Ok(all)
 }
 
-/// Prints a plan to standard error where OXMOE_LOG_PLANS is 1 and none of the same `shape` was printed before.
-#[allow(clippy::print_stderr)] // asked for in the environment, for a person who debugs
+/// Prints a plan to standard error if OXMOE_LOG_PLANS is 1 and no plan of the same `shape` was printed before.
+#[allow(clippy::print_stderr)] // the user asks for this output with an environment variable
 pub fn log_plan(shape: impl FnOnce() -> String, plan: impl FnOnce() -> String) {
     static WANTED: OnceLock<bool> = OnceLock::new();
     static PRINTED: Mutex<Option<HashSet<String>>> = Mutex::new(None);

@@ -1,7 +1,7 @@
-//! The border: Python tensors through DLPack. The only user of `dlpack.rs`.
+//! The border: Python tensors through DLPack. Only this module uses `dlpack.rs`.
 //!
 //! A tensor comes in two types. [`Borrowed`] lives for one call: it has the lifetime of the interpreter lock, so the compiler refuses to
-//! store it. [`Owned`] lives as long as its holder: it keeps the storage itself alive and notices at a call when that storage was taken away.
+//! store it. [`Owned`] lives as long as its holder: it keeps the storage itself alive and notices at a call if that storage was taken away.
 //! Only a [`Contract`] borrows, because borrowing is what records that a call reads or writes an operand.
 
 mod contract;
@@ -37,7 +37,7 @@ pub enum Elem {
     I32,
     I64,
     U8,
-    /// Anything else of one lane: (DLPack type code, bits). Two lanes of float4 count as one element of eight bits.
+    /// Any other type of one lane: (DLPack type code, bits). Two lanes of float4 count as one element of eight bits.
     Other(u8, u8),
     /// Vectors, which no operand takes: (DLPack type code, bits of a lane, lanes).
     Vector(u8, u8, u16),
@@ -46,9 +46,9 @@ pub enum Elem {
 impl Elem {
     pub const I8: Elem = Elem::Other(0, 8);
     pub const E4M3: Elem = Elem::Other(10, 8);
-    /// A power of two: the exponent plus 127 in a byte.
+    /// A power of two: the exponent plus 127, in a byte.
     pub const E8M0: Elem = Elem::Other(14, 8);
-    /// Two four-bit floats a byte; torch's shapes count the bytes.
+    /// Two four-bit floats in a byte. torch's shapes count the bytes.
     pub const E2M1_X2: Elem = Elem::Other(FLOAT4, 8);
 
     pub fn bytes(self) -> usize {
@@ -62,12 +62,12 @@ impl Elem {
         }
     }
 
-    /// torch lets no integers require gradients.
+    /// Whether a tensor of this type may require gradients. torch does not let integers require them.
     fn may_require_grad(self) -> bool {
         !matches!(self, Elem::I32 | Elem::I64 | Elem::U8 | Elem::I8)
     }
 
-    /// As a kernel parameter; None for types that are not compute types.
+    /// The type as a kernel parameter. None for types that are not compute types.
     pub fn dtype(self) -> Option<Dtype> {
         match self {
             Elem::F32 => Some(Dtype::F32),
@@ -111,7 +111,9 @@ impl fmt::Display for Elem {
             Elem::I64 => f.write_str("int64"),
             Elem::U8 => f.write_str("uint8"),
             Elem::E4M3 => f.write_str("float8_e4m3fn"),
+            Elem::Other(11, 8) => f.write_str("float8_e4m3fnuz"),
             Elem::Other(12, 8) => f.write_str("float8_e5m2"),
+            Elem::Other(13, 8) => f.write_str("float8_e5m2fnuz"),
             Elem::E8M0 => f.write_str("float8_e8m0fnu"),
             Elem::E2M1_X2 => f.write_str("float4_e2m1fn_x2"),
             Elem::Other(code, bits) if code < 7 => write!(f, "{}{bits}", kind(code)),
@@ -121,7 +123,7 @@ impl fmt::Display for Elem {
     }
 }
 
-/// Where a tensor lives.
+/// The device that a tensor is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Place {
     Cpu,
@@ -137,14 +139,14 @@ impl fmt::Display for Place {
     }
 }
 
-/// Which package a tensor object comes from: decides how new tensors are made and where the current stream is read.
+/// The package that a tensor object comes from. It decides how new tensors are made and where the current stream is read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// torch with the DLPack C exchange table (2.10 and later).
     Torch(&'static dlpack::ExchangeApi),
-    /// Another package's type that publishes such a table. Its tensors are those of `Other`.
+    /// A type of another package that publishes such a table. Its tensors are treated like those of `Other`.
     Table(&'static dlpack::ExchangeApi),
-    /// torch without it (2.9).
+    /// torch without the table (2.9).
     OldTorch,
     /// numpy, or anything else with `__dlpack__`.
     Other,
@@ -152,7 +154,7 @@ pub enum Origin {
 
 // SAFETY: the table is immutable static data of the package that published it.
 unsafe impl Send for Origin {}
-// SAFETY: as above.
+// SAFETY: the table is immutable static data of the package that published it.
 unsafe impl Sync for Origin {}
 
 impl PartialEq for dlpack::ExchangeApi {
@@ -168,15 +170,17 @@ impl fmt::Debug for dlpack::ExchangeApi {
 }
 
 const MAX_DIMS: usize = 6;
+/// Versions of the exchange table that a type may publish, one behind the other.
+const MAX_TABLES: usize = 16;
 
-/// What a tensor is: its address, element type, place and shape. Plain data that keeps nothing alive.
+/// The description of a tensor: its address, element type, place and shape. It is plain data that keeps nothing alive.
 #[derive(Clone, Debug)]
 pub struct View {
     pub data: *mut u8,
     pub elem: Elem,
     pub place: Place,
     pub origin: Origin,
-    /// Its owner forbids writes (a numpy array that is not writeable, memory-mapped files).
+    /// Whether its owner forbids writes (a numpy array that is not writeable, memory-mapped files).
     pub read_only: bool,
     ndim: usize,
     shape: [i64; MAX_DIMS],
@@ -212,7 +216,7 @@ impl View {
         true
     }
 
-    /// The first address that the tensor occupies and the first one behind it, gaps included. Equal where it has no elements.
+    /// The first address that the tensor occupies and the first one behind it, gaps included. They are equal if it has no elements.
     pub fn extent(&self) -> (usize, usize) {
         let start = self.data as usize;
         let (below, above) = self.reach().unwrap_or_default();
@@ -225,7 +229,7 @@ impl View {
         match self.origin {
             Origin::Torch(dlpack::ExchangeApi { current_stream: Some(current), .. }) => {
                 let mut stream = std::ptr::null_mut();
-                // SAFETY: GIL held; writes one pointer.
+                // SAFETY: the GIL is held, and the call writes one pointer.
                 if unsafe { current(dlpack::CUDA, device, &mut stream) } != 0 {
                     return Err(PyErr::fetch(py).into());
                 }
@@ -243,7 +247,7 @@ impl View {
         }
     }
 
-    /// Checked numbers of a tensor that a producer described. `operand` names it in errors.
+    /// The view of a tensor that a producer described, with its numbers checked. `operand` names it in errors.
     fn from_dlpack(operand: &'static str, t: &dlpack::Tensor, origin: Origin, read_only: bool) -> Result<View> {
         let place = match t.device.device_type {
             dlpack::CPU | 3 => Place::Cpu, // 3: page-locked host memory
@@ -260,12 +264,12 @@ impl View {
         }
         let (mut shape, mut strides) = ([0i64; MAX_DIMS], [0i64; MAX_DIMS]);
         for (i, size) in shape.iter_mut().enumerate().take(ndim) {
-            // SAFETY: DLPack: shape points to ndim numbers. Nothing says that they are aligned.
+            // SAFETY: in DLPack, shape points to ndim numbers. Nothing says that they are aligned.
             *size = unsafe { t.shape.add(i).read_unaligned() };
         }
         let mut dense = 1i64;
         for i in (0..ndim).rev() {
-            // SAFETY: DLPack: strides points to ndim numbers or is null.
+            // SAFETY: in DLPack, strides points to ndim numbers or is null.
             strides[i] = if t.strides.is_null() { dense } else { unsafe { t.strides.add(i).read_unaligned() } };
             dense = dense.saturating_mul(shape[i]);
         }
@@ -289,15 +293,15 @@ impl View {
         Ok(view)
     }
 
-    /// Whether sizes are none negative and no product of them, and no address of an element, leaves the numbers that the crate counts with.
+    /// Whether no size is negative, and no product of sizes and no address of an element leaves the numbers that the crate counts with.
     fn is_addressable(&self) -> bool {
         self.reach().is_some()
     }
 
-    /// Bytes before and behind `data` that the elements occupy, where they fit into an address space.
+    /// Bytes before and behind `data` that the elements occupy. None if they do not fit into an address space.
     fn reach(&self) -> Option<(i64, i64)> {
         let limit = i64::MAX / 4;
-        // Sizes beside a 0 count too: shapes are multiplied before a tensor is known to be empty.
+        // Sizes beside a 0 count too, because shapes are multiplied before a tensor is known to be empty.
         let (mut count, mut below, mut above, mut empty) = (1i64, 0i64, 0i64, false);
         for (&size, &stride) in self.shape().iter().zip(self.strides()) {
             if size < 0 {
@@ -329,7 +333,7 @@ impl View {
 pub struct Borrowed<'py> {
     view: View,
     object: Bound<'py, PyAny>,
-    /// What a producer made for this borrow; None for torch's exchange table, whose borrows are the object's own memory.
+    /// The capsule that a producer made for this borrow. None for exchange tables, whose borrows are the object's own memory.
     _capsule: Option<Capsule<'py>>,
 }
 
@@ -349,7 +353,7 @@ impl<'py> Borrowed<'py> {
         self.object
     }
 
-    /// The same tensor with its last two dimensions exchanged.
+    /// This tensor with its last two dimensions exchanged.
     pub fn transposed(mut self) -> Borrowed<'py> {
         let view = &mut self.view;
         if let Some(last) = view.ndim.checked_sub(1).filter(|&last| last > 0) {
@@ -359,7 +363,7 @@ impl<'py> Borrowed<'py> {
         self
     }
 
-    /// Borrows a Python object. `operand` names it in errors. Private: `Contract` borrows and records.
+    /// Borrows a Python object. `operand` names it in errors. The function is private because `Contract` borrows and records.
     fn borrow(operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
         match origin_of(object)? {
             Origin::Torch(api) => {
@@ -377,7 +381,7 @@ impl<'py> Borrowed<'py> {
         }
     }
 
-    /// A torch tensor whose storage does not hold it: fake, freed, or shrunk by `resize_` of the storage.
+    /// Refuses a torch tensor whose storage does not hold it: it is fake, freed, or shrunk by `resize_` of the storage.
     fn refuse_no_storage(operand: &'static str, object: &Bound<'_, PyAny>, view: &View) -> Result<()> {
         if view.numel() == 0 {
             return Ok(());
@@ -392,7 +396,7 @@ impl<'py> Borrowed<'py> {
         Ok(())
     }
 
-    /// What the exchange table and `_to_dlpack_versioned` do not check and `__dlpack__` does.
+    /// Refuses states of a tensor that `__dlpack__` checks, but the exchange table and `_to_dlpack_versioned` do not.
     fn refuse_lazy_state(operand: &'static str, object: &Bound<'_, PyAny>, may_require_grad: bool) -> Result<()> {
         let py = object.py();
         if may_require_grad && object.getattr(intern!(py, "requires_grad"))?.is_truthy()? && grad_enabled(py)? {
@@ -404,7 +408,8 @@ impl<'py> Borrowed<'py> {
         Ok(())
     }
 
-    /// torch 2.9's function (it neither synchronises nor asks for a stream), else the Python protocol.
+    /// Borrows through torch 2.9's function (it neither synchronises nor asks for a stream), or through the Python protocol for other
+    /// origins.
     fn borrow_capsule(operand: &'static str, object: &Bound<'py, PyAny>, origin: Origin) -> Result<Borrowed<'py>> {
         let py = object.py();
         let capsule = if origin == Origin::OldTorch {
@@ -438,7 +443,7 @@ impl<'py> Borrowed<'py> {
     }
 }
 
-/// What torch's exchange table says of an object of its type.
+/// The tensor that an exchange table describes for an object of its type.
 fn exchange(
     operand: &'static str,
     object: &Bound<'_, PyAny>,
@@ -448,8 +453,9 @@ fn exchange(
     let Some(from_object) = api.tensor_from_object else {
         return Err(Error::Unsupported(format!("{operand}: torch's exchange table has no tensor_from_object")));
     };
-    let mut tensor = std::mem::MaybeUninit::<dlpack::Tensor>::uninit();
-    // SAFETY: the GIL is held, the object is of a type that publishes this table, the result is read only on success.
+    // A function that says it succeeded and wrote nothing leaves device type 0, which is refused.
+    let mut tensor = std::mem::MaybeUninit::<dlpack::Tensor>::zeroed();
+    // SAFETY: the GIL is held, the object is of a type that publishes this table, and zeros are a valid tensor.
     unsafe {
         if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
             let error =
@@ -460,7 +466,7 @@ fn exchange(
     }
 }
 
-/// Asks for a capsule that says whether its memory may be written; producers of the older protocol know no such argument.
+/// Asks for a capsule that says whether its memory may be written. Producers of the older protocol do not know this argument.
 fn versioned_capsule<'py>(method: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
     let py = method.py();
     let kwargs = PyDict::new(py);
@@ -471,7 +477,7 @@ fn versioned_capsule<'py>(method: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyA
     }
 }
 
-/// A numpy array that must not be written, which numpy before 2.1 does not export: as its array interface describes it.
+/// A read-only numpy array, as its array interface describes it. numpy before 2.1 does not export such an array.
 fn read_only_array(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<Option<View>> {
     let py = object.py();
     let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? else { return Ok(None) };
@@ -490,14 +496,16 @@ fn read_only_array(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<O
         return Ok(None);
     };
     let strides: Option<Vec<i64>> = field(intern!(py, "strides"))?.extract()?;
-    if !read_only || strides.iter().flatten().any(|stride| stride % bytes != 0) {
+    // As many strides are read as there are sizes.
+    let whole = |all: &Vec<i64>| all.len() == shape.len() && all.iter().all(|stride| stride % bytes == 0);
+    if !read_only || !strides.as_ref().is_none_or(whole) {
         return Ok(None);
     }
     let mut strides: Option<Vec<i64>> = strides.map(|all| all.iter().map(|stride| stride / bytes).collect());
     let tensor = dlpack::Tensor {
         data: address as *mut c_void,
         device: dlpack::DeviceRef { device_type: dlpack::CPU, device_id: 0 },
-        ndim: shape.len() as i32,
+        ndim: i32::try_from(shape.len()).unwrap_or(i32::MAX),
         dtype: dlpack::DataType { code, bits: 8 * bytes as u8, lanes: 1 },
         shape: shape.as_mut_ptr(),
         strides: strides.as_mut().map_or(std::ptr::null_mut(), |all| all.as_mut_ptr()),
@@ -506,7 +514,7 @@ fn read_only_array(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<O
     View::from_dlpack(operand, &tensor, Origin::Other, true).map(Some)
 }
 
-/// A DLPack capsule that was not consumed: its own destructor frees the managed tensor when the last reference goes.
+/// A DLPack capsule that was not consumed. Its own destructor frees the managed tensor when the last reference goes.
 #[derive(Clone, Debug)]
 struct Capsule<'py>(Bound<'py, PyAny>);
 
@@ -514,15 +522,20 @@ impl Capsule<'_> {
     /// The tensor, and whether it must not be written.
     fn tensor(&self) -> Option<(dlpack::Tensor, bool)> {
         let capsule = self.0.as_ptr();
-        // SAFETY: names are checked before the pointers are followed; the capsule owns the structs and lives as long as self.
+        // SAFETY: names are checked before the pointers are followed. The capsule owns the structs and lives as long as self. The structs may be
+        // misaligned. Only a struct of major version 1 is known to have the fields behind its version.
         unsafe {
             if ffi::PyCapsule_IsValid(capsule, dlpack::CAPSULE_VERSIONED.as_ptr()) == 1 {
                 let p = ffi::PyCapsule_GetPointer(capsule, dlpack::CAPSULE_VERSIONED.as_ptr())
                     .cast::<dlpack::ManagedVersioned>();
-                ((*p).version.major == 1).then(|| ((*p).tensor, (*p).flags & dlpack::READ_ONLY != 0))
+                let version = (&raw const (*p).version).read_unaligned();
+                (version.major == 1).then(|| {
+                    let flags = (&raw const (*p).flags).read_unaligned();
+                    ((&raw const (*p).tensor).read_unaligned(), flags & dlpack::READ_ONLY != 0)
+                })
             } else if ffi::PyCapsule_IsValid(capsule, dlpack::CAPSULE.as_ptr()) == 1 {
                 let p = ffi::PyCapsule_GetPointer(capsule, dlpack::CAPSULE.as_ptr()).cast::<dlpack::Managed>();
-                Some(((*p).tensor, false))
+                Some(((&raw const (*p).tensor).read_unaligned(), false))
             } else {
                 None
             }
@@ -530,41 +543,48 @@ impl Capsule<'_> {
     }
 }
 
-/// The first tensor type seen with its origin: nearly every tensor of a process is of this type.
+/// The type of the first tensor seen, with its origin. Nearly every tensor of a process is of this type.
 static FIRST_TYPE: PyOnceLock<(Py<PyType>, Origin)> = PyOnceLock::new();
 
 fn origin_of(object: &Bound<'_, PyAny>) -> Result<Origin> {
     let py = object.py();
     let ty = object.get_type();
-    let (first, origin) =
-        FIRST_TYPE.get_or_try_init(py, || Ok::<_, Error>((ty.clone().unbind(), origin_of_type(&ty)?)))?;
-    if first.is(&ty) {
-        return Ok(*origin);
+    match FIRST_TYPE.get(py) {
+        Some((first, origin)) if first.is(&ty) => return Ok(*origin),
+        Some(_) => return origin_of_type(&ty),
+        None => {}
     }
-    origin_of_type(&ty)
+    // Before the cell is taken: a type's own code may run here, and may call this module again.
+    let origin = origin_of_type(&ty)?;
+    let _ = FIRST_TYPE.set(py, (ty.unbind(), origin));
+    Ok(origin)
 }
 
 fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
     let py = ty.py();
     let mut table = None;
     if let Some(capsule) = ty.getattr_opt(intern!(py, "__dlpack_c_exchange_api__"))?.filter(|table| !table.is_none()) {
-        // SAFETY: the capsule's name is checked by PyCapsule_GetPointer; tables of other major versions are skipped, not read.
+        // SAFETY: PyCapsule_GetPointer checks the capsule's name. Tables of other major versions are skipped, not read.
         unsafe {
             let mut api = ffi::PyCapsule_GetPointer(capsule.as_ptr(), dlpack::EXCHANGE_CAPSULE.as_ptr())
                 .cast::<dlpack::ExchangeApi>();
             if api.is_null() {
-                // Something of that name that is no table: the type is read like any other.
+                // An object of that name is no table, so the type is read like any other.
                 drop(PyErr::take(py));
             }
-            while !api.is_null() && (*api).version.major != 1 {
-                api = (*api).previous;
+            // A chain of older tables is as long as there are versions. One that is longer may be a circle.
+            let mut left = MAX_TABLES;
+            while api.is_aligned() && !api.is_null() && (*api).version.major != 1 {
+                left -= 1;
+                api = if left > 0 { (*api).previous } else { std::ptr::null_mut() };
             }
-            table = api.as_ref().filter(|api| api.tensor_from_object.is_some());
+            table = Some(api).filter(|api| api.is_aligned()).and_then(|api| api.as_ref());
+            table = table.filter(|api| api.tensor_from_object.is_some());
         }
     }
     let torch = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?.cast_into::<PyDict>().ok();
     let torch = torch.and_then(|modules| modules.get_item(intern!(py, "torch")).ok().flatten());
-    // None there: an import that was ruled out.
+    // None in `sys.modules` means that the import was ruled out.
     let of_torch = match torch.filter(|torch| !torch.is_none()) {
         Some(torch) => ty.is_subclass(&torch.getattr(intern!(py, "Tensor"))?)?,
         None => false,
@@ -581,12 +601,12 @@ fn grad_enabled(py: Python<'_>) -> Result<bool> {
     Ok(py.import(intern!(py, "torch"))?.call_method0(intern!(py, "is_grad_enabled"))?.is_truthy()?)
 }
 
-/// What a tensor is, without its address: for decisions that come before an operand is borrowed.
+/// The description of a tensor without its address, for decisions that come before an operand is borrowed.
 pub fn describe(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<View> {
     Ok(View { data: std::ptr::null_mut(), ..Borrowed::borrow(operand, object)?.view })
 }
 
-/// A new uninitialised tensor of `like`'s package on its device. The only allocation of tensors in the crate.
+/// A new uninitialised tensor of `like`'s package on its device. The crate allocates tensors only here.
 pub fn empty<'py>(like: &Borrowed<'py>, shape: &[i64], elem: Elem) -> Result<Bound<'py, PyAny>> {
     let (borrowed, like) = (&like.view, &like.object);
     let py = like.py();

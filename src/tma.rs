@@ -1,4 +1,4 @@
-//! Tensor maps: the only caller of cuTensorMapEncodeTiled.
+//! Tensor maps. Only this module calls cuTensorMapEncodeTiled.
 
 use crate::device::cuda_error;
 use crate::error::Result;
@@ -8,9 +8,9 @@ use cudarc::driver::sys;
 #[derive(Clone, Copy, Debug)]
 pub struct TensorMap(pub sys::CUtensorMap);
 
-// SAFETY: 128 bytes of plain data.
+// SAFETY: a tensor map is 128 bytes of plain data.
 unsafe impl Send for TensorMap {}
-// SAFETY: as above.
+// SAFETY: a tensor map is 128 bytes of plain data.
 unsafe impl Sync for TensorMap {}
 
 /// e4m3 rows [rows, columns] in boxes of 64 rows x 128 columns, in the 128-byte swizzle. Rows beyond the last are read as zeros.
@@ -22,8 +22,8 @@ pub fn encode_rows_e4m3(base: *const u8, rows: u64, columns: u64) -> Result<Tens
 /// One dimension after the contiguous one: (size, distance in rows of the matrix, box).
 pub type Dim = (u64, u64, u32);
 
-/// A matrix of 2-byte elements with `columns` contiguous columns, read in boxes of 64 columns (128 bytes) in the 128-byte swizzle.
-/// The other dimensions need not be ordered by their distance: that is how gate and up rows are interleaved without repacking.
+/// A matrix of 2-byte elements with `columns` contiguous columns, read in boxes of 64 columns (128 bytes) in the 128-byte swizzle. The
+/// other dimensions need not be ordered by their distance. So gate and up rows are interleaved without repacking.
 pub fn encode_16bit(base: *const u8, bf16: bool, columns: u64, dims: &[Dim; 4]) -> Result<TensorMap> {
     use sys::CUtensorMapDataType::{CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_DATA_TYPE_FLOAT16};
     let mut sizes = [columns; 5];
@@ -38,7 +38,8 @@ pub fn encode_16bit(base: *const u8, bf16: bool, columns: u64, dims: &[Dim; 4]) 
     encode(base, kind, &sizes, &strides, &boxes)
 }
 
-/// `sizes` and `boxes` of each dimension, `strides` in bytes of each but the first, up to five.
+/// Makes a map of up to five dimensions. `sizes` and `boxes` are those of each dimension, and `strides` in bytes those of each dimension
+/// but the first.
 fn encode(
     base: *const u8,
     kind: sys::CUtensorMapDataType,
@@ -50,8 +51,8 @@ fn encode(
     debug_assert!(sizes.len() <= 5 && strides.len() + 1 == sizes.len() && boxes.len() == sizes.len());
     let steps = [1u32; 5];
     let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
-    // SAFETY: as many sizes, boxes and steps as the rank and a stride less are given; the map is written by the call. The driver checks the
-    // values themselves and reports CUDA_ERROR_INVALID_VALUE.
+    // SAFETY: sizes, boxes and steps have as many elements as the rank, and strides has one less. The call writes the map. The driver
+    // checks the values themselves and reports CUDA_ERROR_INVALID_VALUE.
     unsafe {
         cuTensorMapEncodeTiled(
             map.as_mut_ptr(),

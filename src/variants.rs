@@ -1,8 +1,8 @@
-//! The table of kernels. A *family* is a row: what its kernels are called, where they are defined, what they take and what they need of a
-//! multiprocessor. A *variant* is one kernel of a family: its template arguments. `build.rs` includes this file and writes one stub for each
+//! The table of kernels. A *family* is a row: the name of its kernels, their header, their parameters, their threads and shared memory.
+//! A *variant* is one kernel of a family: its template arguments. `build.rs` includes this file and writes one stub for each
 //! variant; the host finds kernels by value. The file has no dependencies, since it is compiled inside the build script too.
 
-// NOTE: with paths, since the build script has this file elsewhere in its tree.
+// NOTE: the modules have paths, since the build script has this file elsewhere in its tree.
 #[path = "variants/allreduce.rs"]
 pub mod allreduce;
 #[path = "variants/dense.rs"]
@@ -52,7 +52,7 @@ pub enum Family {
     GroupedGemmNvfp4Portable,
     GroupedGemmInt4Portable,
     GroupedGemmFp8Portable,
-    // Routing and what is around the GEMMs.
+    // Routing, schedules and the combine.
     Select,
     Route,
     RouteGivenIds,
@@ -170,25 +170,25 @@ pub static FAMILIES: [Row; 64] = [
     allreduce::TWO_SHOT,
 ];
 
-/// What the kernels of a family have in common.
+/// A row of the table: the properties that the kernels of a family have in common.
 #[derive(Clone, Copy)]
 pub struct Row {
     pub family: Family,
-    /// How symbols begin.
+    /// The beginning of the kernels' symbols.
     pub name: &'static str,
     /// The struct template in namespace oxmoe whose static `run` is the kernel's body.
     pub device_type: &'static str,
-    /// The header under csrc/ that defines it.
+    /// The header under csrc/ that defines `device_type`.
     pub header: &'static str,
-    /// The template arguments, in their order. Symbols name them.
+    /// The template arguments, in their order. Symbols name these arguments.
     pub arguments: &'static [Argument],
-    /// What a launch gives, as (type, name): tensor maps, then structs of src/params.
+    /// The parameters of a launch, as (type, name): tensor maps, then structs of src/params.
     pub parameters: &'static [(&'static str, &'static str)],
-    /// How the names of its units begin where they do not begin with the header's name.
+    /// The beginning of the family's unit names, if it is not the header's name.
     pub unit: &'static str,
     /// The arguments by which a family is cut into units; variants of one unit are compiled into one image.
     pub unit_by: &'static [Argument],
-    /// Whether it needs sm_90a.
+    /// Whether the family needs sm_90a.
     pub hopper: bool,
     /// Threads of a CTA, or the most that a launch may ask for.
     pub threads: fn(&Variant) -> u32,
@@ -199,7 +199,7 @@ pub struct Row {
 }
 
 impl Row {
-    /// What most rows begin with: one CTA of 1024 threads, without shared memory, in one unit, for every GPU.
+    /// The row from which most rows are made: one CTA of 1024 threads, without shared memory, in one unit, for every GPU.
     pub const fn new(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
         Row {
             family,
@@ -222,25 +222,26 @@ impl Row {
 /// Dynamic shared memory of a CTA, in bytes.
 #[derive(Clone, Copy)]
 pub enum Shared {
-    /// All launches have this.
+    /// All launches have this size.
     Fixed(fn(&Variant) -> u32),
-    /// Launches add to this what their sizes need.
+    /// Launches add to this size what their shapes need.
     AtLeast(fn(&Variant) -> u32),
-    /// The plan decides.
+    /// The plan decides the size.
     Planned,
 }
 
-/// What the host must know of a family beyond its sizes.
+/// A property of a family that the host must know beyond its sizes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Trait {
-    /// It takes both GEMMs of a layer, or either.
+    /// A launch takes both GEMMs of a layer, or either of them.
     BothGemms,
-    /// Its CTAs wait for each other: a layer in one launch.
+    /// The CTAs of a launch wait for each other: the family runs a layer in one launch.
     OneLaunch,
-    /// It counts in counters that no launch before it makes zero (src/counters.rs).
+    /// The kernel counts in counters that no launch before it sets to 0 (src/counters.rs).
     Counts,
-    /// It is faster with as much L1 as there is: its loads lie there while they are on their way, and behind a GEMM's shared memory that is
-    /// little. Families have it that were measured to gain (docs/kernels/combine.md); with shared memory of its own a kernel loses.
+    /// The kernel is faster with as much L1 as there is: its loads occupy L1 while they are in flight, and after a GEMM's shared memory
+    /// little L1 is left. Families that were measured to gain have this trait (docs/kernels/combine.md); a kernel with shared memory of its
+    /// own loses.
     Streams,
 }
 
@@ -249,10 +250,10 @@ pub enum Trait {
 pub enum Argument {
     Element,
     Gated,
-    /// `flag`, by its names when it is false and true; empty: symbols do not show it.
+    /// `flag`, with its names if it is false and if it is true. Symbols do not show an empty name.
     Flag(&'static str, &'static str),
     Work,
-    /// A number behind a letter; an empty letter: symbols do not show it.
+    /// A number after a letter. Symbols do not show a number whose letter is empty.
     Number(fn(&Variant) -> u32, &'static str),
 }
 
@@ -268,9 +269,9 @@ pub const EXPERTS: Argument = Argument::Number(|v| v.experts, "e");
 pub const CTAS: Argument = Argument::Number(|v| v.ctas, "x");
 pub const RANKS: Argument = Argument::Number(|v| v.ranks, "n");
 pub const CHUNKS: Argument = Argument::Number(|v| v.chunks, "c");
-/// int4 weights with zero points.
+/// Whether int4 weights have zero points.
 pub const ZEROS: Argument = Argument::Flag("", "_zeros");
-/// Without bias, groups and order by id, in a third of the code.
+/// Whether top-k is plain: without bias, groups and order by id. Such a kernel has a third of the code.
 pub const PLAIN: Argument = Argument::Flag("_any", "");
 
 /// Parameters of kernels that take one struct.
@@ -284,7 +285,7 @@ pub const LAYER_PARAMS: &[(&str, &str)] =
 pub const ROUTED_PARAMS: &[(&str, &str)] =
     &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("RoutedLayerParams", "p")];
 
-/// Element type of activations and weights in a kernel; F32 in all-reduces alone.
+/// Element type of activations and weights in a kernel. All-reduces alone have F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
     F16,
@@ -292,7 +293,7 @@ pub enum Element {
     F32,
 }
 
-/// What an all-reduce kernel can do with the sums.
+/// The patterns of an all-reduce that a kernel serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Work {
     /// kAllReduce.
@@ -303,42 +304,43 @@ pub enum Work {
     All,
 }
 
-/// One kernel. What its family does not have is as in [`Variant::of`].
+/// One kernel. A field that its family does not use has the value of [`Variant::of`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
     pub family: Family,
     pub element: Element,
     /// Whether w13 has a gate and an up row for each column of GEMM1's output.
     pub gated: bool,
-    /// An option of the family, as its `arguments` name it.
+    /// An option of the family, which its `arguments` name.
     pub flag: bool,
     pub work: Work,
     /// Most tokens of a tile.
     pub tokens: u32,
-    /// Tiles of 64 weight rows (of the dense GEMM for few tokens: 16) that a consumer takes at a time.
+    /// Tiles of 64 weight rows that a consumer takes at a time. In the dense GEMM for few tokens a tile has 16 rows.
     pub row_tiles: u32,
     /// Weight rows of a tile of the portable kernels.
     pub rows: u32,
     /// Warpgroups that multiply.
     pub consumers: u32,
-    /// Warps that multiply, where they are not warpgroups.
+    /// Warps that multiply, in kernels without consumer warpgroups.
     pub warps: u32,
+    /// Pipeline stages.
     pub stages: u32,
-    /// Blocks of K in a stage; of GEMM2 with tokens that stay, blocks of 128 weight rows; of a quantiser, numbers of a block.
+    /// Blocks of K in a stage. In GEMM2 with tokens that stay: blocks of 128 weight rows. In a quantiser: numbers of a block.
     pub blocks: u32,
     /// Elements of a load.
     pub vector: u32,
-    /// Experts that a lane of a top-k warp holds; of a layer in one launch, most experts with a router logit.
+    /// Experts that a lane of a top-k warp holds. In a layer in one launch: most experts with a router logit.
     pub experts: u32,
-    /// CTAs on a multiprocessor, where that is an argument.
+    /// CTAs on a multiprocessor, if they are a template argument.
     pub ctas: u32,
     pub ranks: u32,
-    /// Chunks of 16 bytes a thread in a row.
+    /// Chunks of 16 bytes that a thread has of a row.
     pub chunks: u32,
 }
 
 impl Variant {
-    /// The kernel of a family without arguments, or what others are made from.
+    /// The kernel of a family without arguments. Other variants are made from it.
     pub const fn of(family: Family) -> Variant {
         Variant {
             family,
@@ -412,7 +414,7 @@ impl Variant {
         }
     }
 
-    /// The name of the unit that it is compiled in.
+    /// The name of the unit in which the kernel is compiled.
     pub fn unit(&self) -> String {
         let Row { header, unit, unit_by, .. } = self.row();
         let stem = header.rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
@@ -420,7 +422,7 @@ impl Variant {
         unit_by.iter().fold(first, |name, argument| name + &argument.name(self))
     }
 
-    /// (parameter list of the kernel, arguments of `run`), as C++ has them.
+    /// The text (parameter list of the kernel, arguments of `run`) in C++.
     pub fn signature(&self) -> (String, String) {
         let parameter = |&(of_type, name): &(&str, &str)| {
             let space = if of_type == "CUtensorMap" { "" } else { "oxmoe::" };
@@ -431,12 +433,12 @@ impl Variant {
         (parameters.iter().map(parameter).collect::<Vec<_>>().join(", "), names.join(", "))
     }
 
-    /// Whether it is compiled for an architecture as nvcc names it ("80", "90a", ...).
+    /// Whether the kernel is compiled for an architecture, which has nvcc's name ("80", "90a", ...).
     pub fn runs_on(&self, arch: &str) -> bool {
         !self.row().hopper || arch == "90a"
     }
 
-    /// Threads of a CTA; of routing and all-reduce kernels the most that a launch may ask for.
+    /// Threads of a CTA. For routing and all-reduce kernels: the most that a launch may ask for.
     pub fn threads(&self) -> u32 {
         (self.row().threads)(self)
     }
@@ -446,7 +448,7 @@ impl Variant {
         (self.row().ctas)(self)
     }
 
-    /// Dynamic shared memory of a CTA; None: the plan decides.
+    /// Dynamic shared memory of a CTA. None if the plan decides.
     pub fn shared_bytes(&self) -> Option<u32> {
         match self.row().shared {
             Shared::Fixed(bytes) => Some(bytes(self)),
@@ -454,7 +456,7 @@ impl Variant {
         }
     }
 
-    /// What every launch has of it at least, which the device code states too; None: nothing that is known here.
+    /// The least dynamic shared memory of a launch, which the device code states too. None if the plan alone decides.
     pub fn least_shared_bytes(&self) -> Option<u32> {
         match self.row().shared {
             Shared::Fixed(bytes) | Shared::AtLeast(bytes) => Some(bytes(self)),
@@ -471,19 +473,19 @@ impl Variant {
         }
     }
 
-    /// Whether it reads weights through a tensor map.
+    /// Whether the kernel reads weights through a tensor map.
     pub fn reads_through_a_map(&self) -> bool {
         self.row().parameters[0].0 == "CUtensorMap"
     }
 
-    /// The shape, as (row tiles, consumers), of the tensor map that it reads weights through.
+    /// The shape (row tiles, consumers) of the tensor map through which the kernel reads weights.
     pub fn map_shape(&self) -> (u32, u32) {
         (self.row_tiles, self.consumers)
     }
 }
 
 impl Argument {
-    /// As it stands in symbols, with what separates it.
+    /// The argument's text in symbols, with its separator.
     fn name(&self, variant: &Variant) -> String {
         match *self {
             Argument::Element => format!("_{}", variant.element.name()),
@@ -495,7 +497,7 @@ impl Argument {
         }
     }
 
-    /// As C++ has it.
+    /// The argument's text in C++.
     fn value(&self, variant: &Variant) -> String {
         match *self {
             Argument::Element => variant.element.device_type().into(),
@@ -535,12 +537,12 @@ impl Work {
     }
 }
 
-/// CTAs that fit beside each other on an SM of Hopper: 228 KB, 1 KB of it the system's for each CTA.
+/// CTAs that fit beside each other on an SM of Hopper. It has 228 KB, of which the system takes 1 KB for each CTA.
 pub const fn ctas_by_shared(bytes: u32) -> u32 {
     228 * 1024 / (bytes + 1024)
 }
 
-/// The lesser of two numbers, in constants too.
+/// The lesser of two numbers, as a `const fn`.
 pub const fn least(a: u32, b: u32) -> u32 {
     if a < b {
         a
@@ -549,7 +551,7 @@ pub const fn least(a: u32, b: u32) -> u32 {
     }
 }
 
-/// Both forms of some tiles.
+/// The gated and the plain form of each tile.
 pub fn both_forms(tiles: &[Variant]) -> impl Iterator<Item = Variant> + '_ {
     tiles.iter().flat_map(|tile| [true, false].map(|gated| tile.gated(gated)))
 }

@@ -1,2 +1,2 @@
-"""A package for one reason: pytest then puts the repository's root on the path, and not this folder, in which `sglang`
-would hide that SGLang is not installed."""
+"""This package exists for one reason: pytest then puts the repository's root on the path. Without it pytest would put
+this folder there, in which `sglang` would hide that SGLang is not installed."""

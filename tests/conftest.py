@@ -1,4 +1,5 @@
-"""Marks, devices and seeds: no GPU, no `gpu` tests; a run draws a new seed, printed above tests and below failures."""
+"""Marks, devices and seeds. Without a GPU no `gpu` tests run. A run draws a new seed, printed above tests and below
+failures."""
 
 from __future__ import annotations
 
@@ -24,11 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # NOTE: in the environment, so that the processes of pytest-xdist draw from the same one.
+    # NOTE: the seed is in the environment, so that the processes of pytest-xdist draw from the same one.
     if config.option.seed is None:
         config.option.seed = int(os.environ.get(_SEED) or int.from_bytes(os.urandom(4), "little"))
     os.environ[_SEED] = str(config.option.seed)
-    # Processes beside each other share the cores: with all of them each, references on the CPU take many times as long.
+    # Processes beside each other share the cores: if each used all of them, references on the CPU would take many times
+    # as long.
     if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
         threads = max(1, (os.cpu_count() or 1) // workers)
         torch.set_num_threads(threads)
@@ -55,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[Any]:
-    """A failure shows the end of the log of each server that the test asked for."""
+    """Adds the end of the log of each server that the test asked for to a failure."""
     report = yield
     if report.failed:
         for name, value in getattr(item, "funcargs", {}).items():
@@ -71,7 +73,7 @@ def _seed_of_test(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    """A CPU generator seeded by run and test name: one test alone draws what it drew in the suite."""
+    """Returns a CPU generator seeded by run and test name: one test alone draws what it drew in the suite."""
     return torch.Generator().manual_seed(_seed_of_test(request))
 
 
@@ -82,7 +84,8 @@ def _default_generator(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_captures_without_caching(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sanitizer sees single tensors only where torch caches no memory, and then torch captures no allocation."""
+    """Skips captures if torch caches no memory: a sanitizer then sees single tensors, but torch captures no
+    allocation."""
     if _GPUS and os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
         reason = "PYTORCH_NO_CUDA_MEMORY_CACHING=1: torch captures no graph that allocates"
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda *_, **__: pytest.skip(reason))
@@ -90,7 +93,7 @@ def _no_captures_without_caching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _share_the_gpu() -> Iterator[None]:
-    """Gives back what torch keeps of a large test: test processes beside each other have one GPU's memory."""
+    """Gives back what torch keeps of a large test: test processes beside each other share one GPU's memory."""
     yield
     if _GPUS and torch.cuda.memory_reserved() > 4 << 30:
         torch.cuda.empty_cache()
@@ -111,13 +114,13 @@ def device(request: pytest.FixtureRequest) -> str:
     ]
 )
 def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
-    """(device, dtype): every pair that has a kernel."""
+    """Returns (device, dtype), for every pair that has a kernel."""
     return request.param
 
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the stand-in for libcuda."""
+    """Builds the stand-in for libcuda, and returns its folder."""
     if cuda_headers() is None:
         pytest.skip("no cuda.h: neither in the nvidia Python packages nor under CUDA_HOME")
     folder = tmp_path_factory.mktemp("driver")

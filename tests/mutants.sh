@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # mutants.sh PYTHON EXTENSION [NAME...]: mutmut on the modules named in pyproject.toml ([tool.mutmut]).
-# PYTHON has what the tests need, EXTENSION is the built module. NAME: patterns of mutants, "oxmoe.rows*"; default: all.
+# PYTHON has the packages of the tests, EXTENSION is the built module. NAME: patterns of mutants, "oxmoe.rows*"; default: all.
 #
-# In a folder of its own, target/mutants, where the package lies beside the tests: mutmut knows modules by their paths.
+# It runs in a folder of its own, target/mutants, where the package lies beside the tests: mutmut knows modules by their paths.
 # A mutant's tests run in a process forked from one that ran none: threads of torch and of rayon do not survive a fork.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -11,7 +11,7 @@ shift 2
 stage=$root/target/mutants
 mkdir -p "$stage"
 cd "$stage"
-# What was found before is kept in mutants/: a second run takes up where the first ended.
+# Results are kept in mutants/: a second run goes on where the first ended.
 rm -rf oxmoe tests src csrc docs
 cp -r "$root"/python/oxmoe "$root"/{tests,src,csrc,docs,Cargo.toml,README.md,pyproject.toml} .
 cp "$extension" oxmoe/

@@ -1,4 +1,4 @@
-//! Plans against the kernel table and against brute force: no GPU, no Python.
+//! Tests of plans against the kernel table and against brute force, without a GPU or Python.
 
 mod legal;
 
@@ -15,8 +15,8 @@ use std::collections::HashSet;
 
 const ARCHS: [u32; 7] = [80, 86, 89, 90, 100, 103, 120];
 
-/// (experts, top_k, hidden, intermediate): models' layers, their slices under tensor and expert parallelism, and awkward sizes.
-const LAYERS: [(i64, i64, i64, i64); 19] = [
+/// (experts, top_k, hidden, intermediate) of models' layers, of their slices under tensor and expert parallelism, and of awkward sizes.
+const LAYERS: [(i64, i64, i64, i64); 20] = [
     (128, 8, 2048, 768),
     (128, 8, 4096, 1536),
     (128, 8, 2048, 192),
@@ -28,6 +28,7 @@ const LAYERS: [(i64, i64, i64, i64); 19] = [
     (256, 8, 7168, 256),
     (384, 8, 7168, 512),
     (512, 10, 2048, 512),
+    (896, 16, 3584, 384),
     (64, 6, 2048, 1408),
     (128, 8, 4096, 704),
     (4, 2, 128, 16),
@@ -58,7 +59,7 @@ const FORMATS: [Format; 13] = [
 
 fn layers() -> impl Iterator<Item = (LayerDesc, i64)> {
     LAYERS.into_iter().flat_map(|(experts, top_k, hidden, intermediate)| {
-        // Hidden may be part of the columns of MXFP4 weights, so anything.
+        // The hidden size may be a part of the columns of MXFP4 weights, so it may be any number.
         let fits = move |format: Format| {
             let whole = |size: i64, block: i64| size % block == 0;
             match format {
@@ -82,13 +83,13 @@ fn layers_on(device: &Device) -> impl Iterator<Item = (LayerDesc, i64)> + '_ {
     layers().filter(|(layer, _)| plan::require(layer, device).is_ok())
 }
 
-/// A usual GPU of every architecture, and a Hopper GPU without Hopper's kernels.
+/// A usual GPU of every architecture, and a Hopper GPU that runs the portable kernels.
 fn devices() -> impl Iterator<Item = Device> {
     let portable = Device { portable: true, ..Device::typical(Arch::SM90) };
     ARCHS.into_iter().map(|arch| Device::typical(Arch(arch))).chain([portable])
 }
 
-/// A routed call on numbers.
+/// A routed call whose x is numbers.
 fn routed(layer: LayerDesc, tokens: i64, top_k: i64) -> Routed {
     assert!(top_k <= layer.experts);
     Routed { tokens, top_k, logits: None, routes_inside: false }
@@ -128,7 +129,7 @@ fn in_order(layer: LayerDesc, rows: InOrder, quantizes_x: bool) -> CallDesc {
     CallDesc { x: if quantizes_x { X::Plain } else { X::Codes }, ..CallDesc::new(layer, Source::InOrder(rows)) }
 }
 
-/// Every layer that is served without routing, with rows expected and room for them.
+/// Every layer that a device serves, called on rows in order, with expected rows and room for rows.
 fn calls_in_order(device: &Device) -> impl Iterator<Item = (CallDesc, InOrder)> + '_ {
     layers_on(device).flat_map(|(layer, _)| {
         [(1, 1), (1, 64), (9, 128), (30, 1000), (64, 64), (200, 4096)].into_iter().flat_map(move |(expected, most)| {
@@ -153,7 +154,7 @@ fn programs_of_rows_in_order_fit() {
             assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{call:?} on {device:?}");
             let counts = layer.format == Format::Fp8Block || layer.format.spec().block == 1;
             let awaited = if counts { 3 + layer.experts as usize } else { 0 };
-            // What a launch without a schedule counts in; x in codes is of fp8 formats.
+            // A launch without a schedule counts in `counters`. x in codes belongs to fp8 formats.
             let alone = has(&program, Task::BothGemmsOfRows) && call.x == X::Plain;
             assert!(!alone || w.counters.bytes >= 4 * (2 + layer.experts as usize), "{call:?} on {device:?}");
             let finds = matches!(layer.format, Format::Mxfp4 | Format::Nvfp4 | Format::Int4 | Format::Int4Zeros)
@@ -169,11 +170,11 @@ fn programs_of_rows_in_order_fit() {
                     "{call:?} on {device:?}: {l}"
                 );
             }
-            // Codes of x, then of GEMM1's output.
+            // The range holds the codes of x, and then those of GEMM1's output.
             let widest = layer.hidden.max(layer.intermediate);
             let codes = if layer.format == Format::Mxfp4A8 { plan::e4m3_columns(widest) } else { 0 };
             assert_eq!(w.hidden_e4m3.bytes, in_order.rows as usize * codes);
-            // What is expected chooses the tile and GEMM2's kernel alone.
+            // The number of expected rows decides only the tile and GEMM2's kernel.
             let expected = InOrder { expected: in_order.expected + 1, ..in_order };
             let other = program_of(&CallDesc { source: Source::InOrder(expected), ..call }, &device);
             let but_gemm2 = |program: &Program| {
@@ -202,7 +203,7 @@ fn programs_of_rows_in_order_quantise_what_gemm1_does_not() {
     for expected in [10, 102, 1024] {
         let tiles = ["quantize_fp8_tiles"].as_slice();
         assert_eq!(names(Format::Fp8Block, expected), [tiles, &[]]);
-        // Fewer groups of GEMM1's output than multiprocessors.
+        // With 512 columns, GEMM1's output has fewer groups than there are multiprocessors.
         let after = if expected == 10 { tiles } else { &[] };
         assert_eq!(names_of(512, Format::Fp8Block, expected), [tiles, after]);
         assert_eq!(names(Format::Fp8TensorStatic, expected), [tiles; 2]);
@@ -234,9 +235,9 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     chosen.extend(variants::quant::CONVERSIONS);
     let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack];
     chosen.extend(packers.map(Variant::of));
-    // For scales of tokens that a caller quantised.
+    // This kernel reads the scales of tokens that a caller quantised.
     chosen.insert(Variant::of(Family::ExpandScales));
-    // Quantisation of dense tensors.
+    // These kernels quantise dense tensors.
     chosen.extend([Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of));
     chosen.extend([16, 32].map(variants::quant::quantize_nvfp4));
     chosen.extend(variants::dense::all());
@@ -311,7 +312,7 @@ fn e4m3_on_other_gpus_is_portable() {
         for (layer, top_k) in layers().filter(|(layer, _)| layer.format.is_fp8() || layer.format == Format::Mxfp8) {
             let program = program_of(&CallDesc::new(layer, Source::Routed(routed(layer, 64, top_k))), &device);
             assert!(gemms(&program).iter().all(|l| l.variant.symbol().contains("8_portable_")), "{program:?}");
-            // GEMM1 leaves bf16: its output becomes e4m3, or bf16 numbers of MXFP8, behind it.
+            // GEMM1 leaves bf16. A later launch rounds its output to e4m3, or to bf16 numbers of MXFP8.
             assert!(has(&program, Task::RoundX) && has(&program, Task::RoundHidden), "{program:?}");
             let odd = LayerDesc { hidden: layer.hidden + 32, ..layer };
             assert_eq!(plan::require(&odd, &device).is_err(), layer.format.is_fp8());
@@ -352,7 +353,7 @@ fn both_gemms_are_one_launch_and_find_masked_tiles_where_x_stays_as_it_is() {
             let rounds_between = both && has(&program, Task::RoundHidden);
             let has_both = program.launches().any(|l| l.variant.has_both_gemms());
             assert_eq!((both, rounds_between), (has_both, false), "{program:?}");
-            // x in codes is of fp8 formats.
+            // x in codes belongs to fp8 formats.
             let numbers = finds && call.x == X::Plain;
             alone.extend(numbers.then_some(call.layer.format.spec().name));
         }
@@ -374,7 +375,7 @@ fn a_fused_layer_fits_on_the_gpu_at_once() {
     }
 }
 
-/// Most tiles that any distribution of `slots` slots over `experts` experts needs, by trying all of them.
+/// The most tiles that any distribution of `slots` slots over `experts` experts needs, found by trying all of them.
 fn most_tiles(slots: i64, experts: i64, tile_tokens: i64) -> i64 {
     let tiles = |count: i64| (count + tile_tokens - 1) / tile_tokens;
     if experts == 1 {
@@ -426,7 +427,7 @@ fn schedule_fits_its_range() {
     }
 }
 
-/// (offset, bytes a kernel may touch) of each range, in their order.
+/// (offset, bytes, bytes that kernels need) of each range, in their order.
 fn needs(w: &Workspace, layer: &LayerDesc, tokens: i64, top_k: i64) -> [(usize, usize, usize); 17] {
     let (slots, experts) = ((tokens * top_k) as usize, layer.experts as usize);
     let element = if layer.dtype == Dtype::F32 { 4 } else { 2 };
@@ -497,13 +498,13 @@ fn workspace_never_shrinks_with_tokens() {
 #[test]
 fn kernels_ask_for_no_more_threads_than_an_sm_has() {
     for variant in variants::all() {
-        // Of sm_86, 89 and 120 1536, which ptxas holds launch bounds to.
+        // A multiprocessor of sm_86, 89 and 120 has 1536 threads, and ptxas holds launch bounds to that.
         let most = if variant.runs_on("80") { 1536 } else { 2048 };
         assert!(variant.threads() * variant.ctas_per_multiprocessor() <= most, "{}", variant.symbol());
     }
 }
 
-/// By hand, on a device that moves 1e12 bytes and does 1e14 flops a second.
+/// Checks floors that were computed by hand, on a device that moves 1e12 bytes and does 1e14 flops a second.
 #[test]
 fn floor_of_known_layers() {
     let device = Device { bandwidth: 1e12, flops: 1e14, ..Device::typical(Arch::SM90) };
@@ -516,13 +517,13 @@ fn floor_of_known_layers() {
     };
     // An expert has 3 x 500 000 weights. One token activates top_k experts: 2 x 3 MB, and 4 KB of x and output.
     check(Format::Bf16, true, (1, 2), (6.004, 0.06));
-    // Without a gate 2 x 500 000.
+    // Without a gate an expert has 2 x 500 000 weights.
     check(Format::F16, false, (1, 2), (4.004, 0.04));
-    // Of four tokens with one expert each 8 (1 - (7 / 8)^4) experts are active.
+    // Four tokens with one expert each activate 8 (1 - (7 / 8)^4) experts.
     check(Format::Bf16, true, (4, 1), (3.0 * 8.0 * (1.0 - 2401.0 / 4096.0) + 0.016, 0.12));
     check(Format::Bf16, true, (100, 8), (24.4, 24.0));
     check(Format::Bf16, true, (0, 2), (0.0, 0.0));
-    // 4.25 bits a weight, products of bf16; 8 bits a weight, products at the rate of e4m3.
+    // MXFP4 has 4.25 bits for a weight and the rate of bf16. fp8 has 8 bits for a weight and the rate of e4m3.
     check(Format::Mxfp4, true, (1, 2), (1.59375 + 0.004, 0.06));
     check(Format::Fp8Tensor, true, (1, 2), (3.004, 0.06 / 1.77));
 }

@@ -1,4 +1,4 @@
-//! Programs of calls: which steps they have, and that each step reads what was given or what a step before it has written.
+//! Programs of calls: the steps that they have, and that each step reads what was given or what an earlier step has written.
 
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
@@ -8,7 +8,7 @@ use _oxmoe::moe::plan::steps::{At, Buffer};
 use _oxmoe::moe::plan::{self, CallDesc, InOrder, Program, Routed, Source, Task, X};
 use _oxmoe::quant::{Activations, Format, Weights, FORMATS};
 
-/// A usual GPU of each generation, a Hopper GPU with the kernels of other GPUs, and the CPU.
+/// A usual GPU of each generation, a Hopper GPU with the portable kernels, a part of a Hopper GPU, and the CPU.
 fn devices() -> Vec<Option<Device>> {
     let portable = Device { portable: true, ..Device::typical(Arch::SM90) };
     let part = Device { whole: false, ..Device::typical(Arch::SM90) };
@@ -36,7 +36,7 @@ fn calls(device: Option<&Device>) -> Vec<CallDesc> {
     for (spec, size) in FORMATS.iter().flat_map(|spec| sizes.map(|size| (spec, size))) {
         let layer = layer(spec.format, size);
         let whole = size.1 % spec.block == 0 && size.2 % spec.inner_block == 0;
-        // What GPUs have in two formats is one format of layers on CPUs.
+        // Two formats on GPUs can be one format of layers on CPUs.
         if !whole || device.is_some_and(|device| plan::require(&layer, device).is_err()) {
             continue;
         }
@@ -52,7 +52,7 @@ fn calls(device: Option<&Device>) -> Vec<CallDesc> {
                 _ => &[],
             };
             let source = match source {
-                // A launch that routes rounds numbers.
+                // A launch with the routing inside rounds x from numbers, so it takes no codes.
                 Source::Routed(of_numbers) => Source::Routed(Routed { routes_inside: false, ..of_numbers }),
                 other => other,
             };
@@ -73,7 +73,7 @@ fn tasks(call: &CallDesc, device: Option<&Device>) -> Vec<Task> {
     program(call, device).steps().map(|step| step.task).collect()
 }
 
-/// Places that hold something.
+/// Places that hold data.
 struct Written(Vec<At>);
 
 impl Written {
@@ -217,7 +217,7 @@ fn steps_of_known_calls() {
     let many = of(Format::Fp8Block, small, routed(1024, false));
     assert_eq!(many, [Route, DownSchedule, RoundX, Gemm1, Gemm2, Combine]);
     let fp8 = CallDesc::new(layer(Format::Fp8Block, small), routed(64, false));
-    // Eight experts have fewer groups of GEMM1's output than there are multiprocessors: a launch of its own rounds it.
+    // Eight experts have fewer groups of GEMM1's output than there are multiprocessors, so a launch of its own rounds that output.
     let of_codes = |x| tasks(&CallDesc { x, ..fp8 }, Some(&hopper));
     assert_eq!(of_codes(X::Codes), [Route, Gemm1, RoundHidden, Gemm2, Combine]);
     assert_eq!(of_codes(X::LooseCodes), [Route, RoundX, Gemm1, RoundHidden, Gemm2, Combine]);
@@ -242,7 +242,7 @@ fn steps_of_known_calls() {
 fn kernels_of_e4m3_count_pairs_of_columns() {
     let call = CallDesc::new(layer(Format::Fp8TensorToken, (8, 256, 144)), routed(64, false));
     let columns = |device: Option<&Device>| program(&call, device).gemms.map(|gemm| gemm.k);
-    // Hopper's kernels count whole blocks of 128 columns, the portable ones what there is.
+    // Hopper's kernels count whole blocks of 128 columns. The portable kernels count the columns that there are.
     assert_eq!(columns(Some(&Device::typical(Arch::SM90))), [128, 128]);
     assert_eq!(columns(Some(&Device::typical(Arch::SM120))), [128, 72]);
     assert_eq!(columns(None), [256, 144]);

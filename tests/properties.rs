@@ -1,6 +1,6 @@
-//! Properties of plans, workspaces, layouts and number formats for random sizes: no GPU, no Python.
+//! Properties of plans, workspaces, layouts and number formats for random sizes, without a GPU or Python.
 //!
-//! Draws depend on OXMOE_TEST_SEED, where it is set: `.ci/run` sets it from the commit. What fails is shrunk and printed.
+//! Draws depend on OXMOE_TEST_SEED if it is set: `.ci/run` sets it from the commit. A failing value is shrunk and printed.
 
 mod legal;
 
@@ -22,7 +22,7 @@ use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner
 use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
-/// How long one property is tried.
+/// The time for which one property is tried.
 const BOX: Duration = Duration::from_millis(1500);
 
 /// Holds `property` against random values until the time is over.
@@ -75,7 +75,7 @@ fn size(bits: u32) -> impl Strategy<Value = i64> {
     (0..=bits).prop_flat_map(|bits| (1 << bits >> 1)..=(1i64 << bits)).prop_map(|size| size.max(1))
 }
 
-/// GPUs of every architecture, also slices of them and Hopper without Hopper's kernels.
+/// GPUs of every architecture, also slices of them, and Hopper GPUs that run the portable kernels.
 fn devices() -> impl Strategy<Value = Device> {
     let arch = prop::sample::select(vec![80, 86, 89, 90, 90, 90, 100, 103, 120]);
     (arch, prop::option::of(1u32..=200), prop::bool::weighted(0.2)).prop_map(|(arch, multiprocessors, portable)| {
@@ -86,12 +86,12 @@ fn devices() -> impl Strategy<Value = Device> {
 }
 
 fn layers() -> impl Strategy<Value = LayerDesc> {
-    (prop::sample::select(&FORMATS[..]), size(9), size(13), size(13), any::<bool>()).prop_map(
+    (prop::sample::select(&FORMATS[..]), size(10), size(13), size(13), any::<bool>()).prop_map(
         |(format, experts, hidden, intermediate, gated)| {
             let unit = format.spec().block;
             let whole = |size: i64| (size + unit - 1) / unit * unit;
             let (hidden, intermediate) = (whole(hidden), whole(intermediate));
-            LayerDesc { experts: experts.min(512), hidden, intermediate, gated, dtype: format.spec().compute, format }
+            LayerDesc { experts: experts.min(1024), hidden, intermediate, gated, dtype: format.spec().compute, format }
         },
     )
 }
@@ -101,7 +101,7 @@ fn routed_calls() -> impl Strategy<Value = (CallDesc, Routed)> {
     (layers(), size(17), size(5), any::<(bool, bool, bool)>(), x).prop_map(
         |(layer, tokens, top_k, (given, plain, routes_inside), x)| {
             let logits = (!given).then_some(Logits { experts: layer.experts as u32, groups: 1, plain });
-            // A launch that routes rounds numbers.
+            // A launch with the routing inside rounds x from numbers, so it takes no codes.
             let routes_inside = routes_inside && x == X::Plain;
             let routed = Routed { tokens, top_k: top_k.min(layer.experts), logits, routes_inside };
             (CallDesc { x, ..CallDesc::new(layer, Source::Routed(routed)) }, routed)
@@ -193,7 +193,7 @@ fn matrices(row_unit: usize, column_unit: usize) -> impl Strategy<Value = Matric
     })
 }
 
-/// `bytes` bytes of a generator that starts at `seed`: shrinking sizes is enough.
+/// `bytes` bytes of a generator that starts at `seed`. A test that fails needs to shrink only the sizes.
 fn bytes_of(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed | 1;
     (0..bytes)
@@ -206,7 +206,7 @@ fn bytes_of(seed: u64, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// What is converted comes back, and a conversion only moves: scales, or the bits of codes.
+/// Checks that converted bytes come back, and that a conversion only moves scales, or the bits of codes.
 fn there_and_back(layout: Layout, scales: bool, plain: Matrices, held: Matrices, seed: u64) {
     let conversion = Conversion { layout, scales, back: false, plain, held };
     let from = bytes_of(seed, plain.bytes());
@@ -215,7 +215,7 @@ fn there_and_back(layout: Layout, scales: bool, plain: Matrices, held: Matrices,
     Conversion { back: true, ..conversion }.on_host(&to, &mut back);
     assert_eq!(back, from, "{conversion:?}");
     if !scales {
-        // Codes of a word are taken apart and put together again: its bits move, and none is lost.
+        // A conversion takes codes apart and puts them together again. Their bits move, and none is lost.
         let bits = |bytes: &[u8]| bytes.iter().map(|byte| byte.count_ones()).sum::<u32>();
         assert_eq!(bits(&from), bits(&to), "{conversion:?}: other codes, or padding that is not 0");
         return;
@@ -278,7 +278,7 @@ fn packed_mxfp4_comes_back() {
         let rows = if layout.is_some() { 2 * rows } else { rows };
         let scaled = (experts * rows * row_blocks) as usize;
         let codes = bytes_of(seed, 16 * scaled);
-        // NaN's byte, or one of the 12 binades that a matrix keeps exactly.
+        // Each scale byte is NaN's, or one of the 12 binades that a matrix keeps exactly.
         let drawn = bytes_of(!seed, scaled).into_iter();
         let scales: Vec<u8> = drawn.map(|byte| if byte > 250 { 255 } else { least + byte % 12 }).collect();
         let extent =
@@ -306,7 +306,7 @@ fn packed_mxfp4_comes_back() {
         assert_eq!((&given, &given_scales), (&codes, &scales), "the checkpoint's were changed");
         let (mut back, mut back_scales) = (vec![0xAA; codes.len()], vec![0xAA; scales.len()]);
         (params.codes, params.scales) = (back.as_mut_ptr(), back_scales.as_mut_ptr());
-        // SAFETY: as above.
+        // SAFETY: every pointer is to as much memory as the sizes say.
         unsafe { unpack_mxfp4(&params) };
         assert_eq!(back_scales, scales);
         for (block, &scale) in scales.iter().enumerate() {
@@ -351,8 +351,8 @@ fn narrow_numbers_are_the_nearest() {
     }
 }
 
-/// Replaces what may become infinite when it is rounded to fewer bits: infinities, NaN, and the largest binade, whose largest number
-/// rounds to 2^128.
+/// Replaces numbers that may become infinite when they are rounded to fewer bits: infinities, NaN, and the largest binade, whose largest
+/// number rounds to 2^128.
 fn stay_finite(x: &mut [f32]) {
     let most = 2.0f32.powi(127);
     x.iter_mut().filter(|x| !(-most..=most).contains(*x)).for_each(|x| *x = 1.0);
@@ -387,14 +387,14 @@ fn quantised_numbers_stay_when_quantised_again() {
 #[test]
 fn quantised_groups_are_half_a_step_off_at_most() {
     check((numbers(128), any::<bool>()), |(mut x, powers)| {
-        // Squares and reciprocals of the scale stay normal.
+        // Small and large numbers become 0, so that squares and reciprocals of the scale stay normal.
         x.iter_mut().filter(|x| !(1e-20..1e20).contains(&x.abs())).for_each(|x| *x = 0.0);
         let mut codes = [0; 128];
         let scale = fp8::quantize_group(&x, 1e-10, powers, &mut codes);
         let amax = x.iter().fold(0.0f32, |most, x| most.max(x.abs()));
         assert!(scale * 448.0 >= amax * (1.0 - 1e-6), "{scale} clips {amax}");
         for (&x, &code) in x.iter().zip(&codes) {
-            // Half a step of three mantissa bits, or of the smallest numbers; the reciprocal of the scale is rounded, too.
+            // The bound is half a step of three mantissa bits, or of the smallest numbers. The reciprocal of the scale is rounded, too.
             let most = (x.abs() / 16.0 * 1.000_01).max(scale / 1024.0 * 1.000_01);
             assert!((e4m3_value(code) * scale - x).abs() <= most, "{x} became {} x {scale}", e4m3_value(code));
         }

@@ -1,4 +1,5 @@
-"""Requests to an SGLang server over HTTP, and what a user feels of them: tokens, times, and how two servers compare."""
+"""Sends requests to an SGLang server over HTTP, and measures what a user feels: tokens, times, and how two servers
+compare."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
-# Prompts of a mix: short questions to documents that are prefilled in several chunks.
+# Lengths of the prompts of a mix, from short questions to documents that are prefilled in several chunks.
 LENGTHS = (16, 48, 128, 256, 512, 1024, 1500)
 SHARED = 256
-# Client processes. One Python process would be slower than the server.
+# Number of client processes. One Python process would be slower than the server.
 PROCESSES = 4
 
 
@@ -29,7 +30,8 @@ class Request:
 
 @dataclass
 class Answer:
-    """Greedy tokens, and seconds: of all, until the first one (only of a stream), between the others."""
+    """Greedy tokens and times in seconds: of the whole answer, until the first token (only of a stream), between the
+    others."""
 
     tokens: list[int]
     seconds: float
@@ -39,7 +41,7 @@ class Answer:
 
 
 def mix(count: int, seed: int, vocabulary: int, longest: int) -> list[Request]:
-    """Requests of mixed lengths. A third of them begin with the same tokens, which a radix cache keeps."""
+    """Returns requests of mixed lengths. A third of them begin with the same tokens, which a radix cache keeps."""
     draw = random.Random(seed)
     shared = [draw.randrange(3, vocabulary) for _ in range(min(SHARED, longest // 4))]
     requests = []
@@ -52,7 +54,7 @@ def mix(count: int, seed: int, vocabulary: int, longest: int) -> list[Request]:
 
 
 def post(port: int, path: str, body: dict[str, Any], limit: float = 120.0) -> Any:
-    """The answer's JSON; RuntimeError for another status than 200."""
+    """Returns the answer's JSON. Raises RuntimeError for another status than 200."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=limit)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
@@ -81,7 +83,7 @@ def _whole(port: int, request: Request) -> Answer:
 
 
 def _streamed(port: int, request: Request) -> Answer:
-    """Times of lines are taken as they come; the lines are read as JSON afterwards."""
+    """Sends a request as a stream. It takes the times of lines as they come, and reads the lines as JSON afterwards."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
     lines: list[tuple[float, bytes]] = []
     start = time.perf_counter()
@@ -101,7 +103,7 @@ def _streamed(port: int, request: Request) -> Answer:
 
 
 def _of_lines(lines: Sequence[tuple[float, bytes]]) -> Answer:
-    """The answer that lines of a stream with --incremental-streaming-output make."""
+    """Returns the answer that lines of a stream with --incremental-streaming-output make."""
     tokens: list[int] = []
     times: list[tuple[float, int]] = []
     cached = 0
@@ -128,14 +130,15 @@ def _part(port: int, requests: Sequence[Request], threads: int, stream: bool) ->
 
 
 class Load:
-    """Client processes, which are started once."""
+    """Client processes that are started once."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(PROCESSES, multiprocessing.get_context("spawn"))
         list(self._pool.map(abs, range(PROCESSES)))
 
     def run(self, port: int, requests: Sequence[Request], concurrency: int, stream: bool) -> tuple[list[Answer], float]:
-        """Answers in the order of the requests, of which so many are on the way at a time, and the seconds of all."""
+        """Returns answers in the order of the requests, and the seconds of all. `concurrency` requests are on the way
+        at a time."""
         processes = min(PROCESSES, concurrency)
         start = time.perf_counter()
         parts = [
@@ -156,7 +159,7 @@ class Load:
 
 
 def numbers(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """What a user feels: tokens a second, and in ms the times to the first token and between tokens."""
+    """Returns what a user feels: tokens a second, and in ms the times to the first token and between tokens."""
     made = sum(len(answer.tokens) for answer in answers)
     row: dict[str, Any] = {"requests": len(answers), "tokens": made, "seconds": seconds, "tokens_per_s": made / seconds}
     row["cached_tokens"] = sum(answer.cached for answer in answers)
@@ -169,14 +172,14 @@ def numbers(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def chat(port: int) -> dict[str, Any]:
-    """One request of OpenAI's kind, through the tokenizer and the chat template."""
+    """Sends one request of OpenAI's kind, through the tokenizer and the chat template."""
     body = {"model": "any", "messages": [{"role": "user", "content": "hi"}], "temperature": 0, "max_tokens": 12}
     answer = post(port, "/v1/chat/completions", {**body, "ignore_eos": True})
     return {"text": answer["choices"][0]["message"]["content"], "usage": answer["usage"]["completion_tokens"]}
 
 
 def logprobs(port: int, prompts: Iterable[tuple[int, ...]]) -> list[list[float]]:
-    """The server's log-probability of each token of a prompt but the first, given those before it."""
+    """Returns the server's log-probability of each token of a prompt but the first, given the tokens before it."""
     rows = []
     for prompt in prompts:
         sampling = {"temperature": 0, "max_new_tokens": 1}
@@ -187,7 +190,7 @@ def logprobs(port: int, prompts: Iterable[tuple[int, ...]]) -> list[list[float]]
 
 
 def margin(port: int, prefix: Sequence[int], chosen: int, other: int) -> float:
-    """By how much the server holds one next token for likelier than another one, in log-probability."""
+    """Returns by how much the server holds one next token for likelier than another one, in log-probability."""
     body = {
         "input_ids": list(prefix),
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
@@ -200,7 +203,7 @@ def margin(port: int, prefix: Sequence[int], chosen: int, other: int) -> float:
 
 
 def aborted(port: int, prompt: tuple[int, ...], count: int = 4) -> dict[str, Any]:
-    """Long requests that are aborted, one of them by a client that goes away; how they ended."""
+    """Sends long requests that are aborted, one of them by a client that goes away. Returns how they ended."""
     long = Request(prompt, 2500)
     with ThreadPoolExecutor(count) as pool:
         asked = [pool.submit(post, port, "/generate", _body(long, rid=f"long-{n}")) for n in range(count)]
@@ -219,7 +222,8 @@ def aborted(port: int, prompt: tuple[int, ...], count: int = 4) -> dict[str, Any
 
 
 def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """How many tokens are equal, and until where: after the first that differs two answers have different inputs."""
+    """Returns how many tokens are equal, and until where. After the first difference two answers have different
+    inputs."""
     equal = prefix = 0
     firsts = []
     for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -241,7 +245,7 @@ def compare(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> d
 
 
 def spread(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Distances of two servers' log-probabilities of the same tokens after the same tokens."""
+    """Returns distances of two servers' log-probabilities of the same tokens after the same tokens."""
     distances = sorted(
         abs(a - b) for one, other in zip(ours, theirs, strict=True) for a, b in zip(one, other, strict=True)
     )

@@ -1,14 +1,14 @@
 """decode.py CHECKPOINT qwen|qwen-fp8|gpt off|on OUT: SGLang's ModelRunner decodes greedily, without or with oxmoe.
 
-In SGLang's environment, beside the output of checkpoint.py:
+It runs in SGLang's environment, beside the output of checkpoint.py:
 
     python benches/sglang/checkpoint.py /tmp/qwen qwen && mkdir -p /tmp/out
     python benches/sglang/decode.py /tmp/qwen qwen off /tmp/out
     python benches/sglang/decode.py /tmp/qwen qwen on /tmp/out
 
-`on` compares with what `off` left in OUT: tokens when each feeds its own, tokens and logits when both are fed the same,
-and a decode step's time. The random model's next tokens stand out as a trained one's do (checkpoint.py). Both may run
-at once; timing is done by one of them at a time.
+`on` compares with the results that `off` left in OUT: tokens when each feeds its own, tokens and logits when both are
+fed the same, and a decode step's time. The random model's next tokens stand out as a trained one's do (checkpoint.py).
+Both may run at once; timing is done by one of them at a time.
 """
 
 import fcntl
@@ -40,7 +40,8 @@ from sglang.srt.server_args import PortArgs, ServerArgs
 
 options = {}
 if mode == "on":
-    # A bf16 checkpoint gets our quantization by name, the others by themselves: MXFP4 with top-k from SGLang's kernel.
+    # A bf16 checkpoint gets oxmoe's quantization by name. Other checkpoints get it by themselves, MXFP4 with top-k from
+    # SGLang's kernel.
     options = {"qwen": {"quantization": "oxmoe"}, "gpt": {"moe_runner_backend": "triton"}}.get(kind, {})
 elif kind == "gpt":
     options = {"moe_runner_backend": "triton_kernel"}
@@ -68,7 +69,7 @@ args = ServerArgs(
 
 
 def old_runner():
-    """0.5.12.post1's, as its bench_one_batch makes it."""
+    """Makes 0.5.12.post1's runner, as its bench_one_batch does."""
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
     from sglang.srt.layers.quantization.fp8_utils import initialize_fp8_gemm_config
@@ -90,7 +91,7 @@ def old_runner():
 
 
 def new_runner():
-    """0.5.23's, as its benchmark.one_batch makes it, without a tokenizer."""
+    """Makes 0.5.23's runner, as its benchmark.one_batch does, without a tokenizer."""
     from sglang.srt.distributed import bootstrap
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
 
@@ -120,7 +121,7 @@ def new_runner():
 
 
 def graph_of(count):
-    """The decode step's CUDA graph for this many sequences."""
+    """Returns the decode step's CUDA graph for this many sequences."""
     if not new:
         return runner.graph_runner.graphs[count]
     graphs = runner.decode_cuda_graph_runner.backend._graphs
@@ -142,7 +143,8 @@ def prompts(count, length=64):
 
 
 def generate(count, steps, forced=None):
-    """(tokens [steps, count], logits [steps, count, vocab]); forced: tokens to feed instead of the model's own."""
+    """Returns (tokens [steps, count], logits [steps, count, vocab]). forced: tokens to feed instead of the model's
+    own."""
     runner.req_to_token_pool.clear()
     runner.token_to_kv_pool_allocator.clear()
     reqs = bench.prepare_synthetic_inputs_for_latency_test(count, 64, prompts(count))

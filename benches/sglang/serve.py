@@ -1,15 +1,15 @@
-"""serve.py OUT: SGLang's whole HTTP server without and with oxmoe, as a user of it feels the two.
+"""serve.py OUT: runs SGLang's whole HTTP server without and with oxmoe, and measures both as a user feels them.
 
-In SGLang's environment, on a machine with a GPU (on one without, with small models, for a try):
+It runs in SGLang's environment, on a machine with a GPU (without a GPU it runs small models, for a try):
 
     python benches/sglang/serve.py out --cells gpt deepseek-fp8 qwen-fp8 qwen --budget 400
     python benches/sglang/serve.py out --cells qwen:2 qwen-fp8:2 --budget 280    # two ranks
 
 A cell is a kind of checkpoint (checkpoint.py: layers of a model's sizes with random weights) and a number of ranks. For
-each, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with chunked
-prefill, beside aborted ones, and after an update of the weights. With --together both servers are up and answer in
-turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. OUT gets
-serve.jsonl, a line for each server and each comparison as it comes, and the servers' logs. The status is not 0 where
+each cell, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with
+chunked prefill, beside aborted ones, and after an update of the weights. With --together both servers are up and answer
+in turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. OUT gets
+serve.jsonl, a line for each server and each comparison as it comes, and the servers' logs. The status is not 0 if
 something is wrong; see `judge`.
 """
 
@@ -46,7 +46,7 @@ OPTIONS = (
     "--max-total-tokens 131072 --chunked-prefill-size 512 --cuda-graph-max-bs-decode 64"
 )
 NO_PREFILL_GRAPHS = "--cuda-graph-backend-prefill disabled"
-# A bf16 checkpoint gets oxmoe's quantization by name, the others by themselves.
+# A bf16 checkpoint gets oxmoe's quantization by name; other checkpoints get it by themselves.
 ON = {"qwen": ["--quantization", "oxmoe"]}
 LABELS = {
     "gpt": "GPT-OSS-20B, MXFP4",
@@ -57,7 +57,7 @@ LABELS = {
 
 
 class Problem(Exception):
-    """What a cell is stopped by."""
+    """The reason why a cell stops."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Deadline:
 
 
 class Server:
-    """A server in a process group of its own, with caches of compiled kernels of its own."""
+    """A server in its own process group, with its own caches of compiled kernels."""
 
     def __init__(self, mode: str, cell: Cell, checkpoint: Path, out: Path, arguments: argparse.Namespace) -> None:
         self.mode, self.log = mode, out / f"{cell}-{mode}.log"
@@ -127,7 +127,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def _watch(self) -> None:
-        """The time of the start, also of a server for which nobody waits yet."""
+        """Notes the time of the start, also for a server that nobody waits for yet."""
         while self.process.poll() is None:
             if READY in self.text():
                 self.start_seconds = time.monotonic() - self._start
@@ -147,7 +147,7 @@ class Server:
             time.sleep(0.1)
 
     def _reason(self) -> str:
-        """The log's last line that names an error, or its last line."""
+        """Returns the log's last line that names an error, or its last line."""
         lines = [line for line in self.text().splitlines() if line.strip()]
         errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
         return (errors or lines or ["no line in its log"])[-1][:500]
@@ -164,12 +164,13 @@ class Server:
                 continue
 
     def layers_on_oxmoe(self) -> list[tuple[int, int]]:
-        """(layers that ran on oxmoe, all) as each rank's log says after its warm-up."""
+        """Returns (layers that ran on oxmoe, all layers), as each rank's log says after its warm-up."""
         found = re.findall(r"oxmoe: (\d+) of (\d+) MoE layers ran on oxmoe", self.text())
         return [(int(ran), int(of)) for ran, of in found]
 
     def log_numbers(self) -> dict[str, Any]:
-        """What SGLang says of its start: seconds of loading and of capturing graphs, the largest of all ranks."""
+        """Returns what SGLang says of its start: seconds of loading and of capturing graphs, the largest of all
+        ranks."""
         text = self.text()
         seconds: dict[str, float] = {}
         for name, value in re.findall(r"(Load weight|Capture [\w ]*?)\s?end\. .*?elapsed=([\d.]+) s", text):
@@ -180,7 +181,7 @@ class Server:
 
 
 def _free_port() -> int:
-    """Below the ports that systems give away; SGLang takes others of its own by distance from it."""
+    """Returns a port below those that systems give away; SGLang takes further ports at a distance from it."""
     for port in range(20000 + os.getpid() % 500, 32000, 1009):
         with socket.socket() as probe:
             try:
@@ -202,7 +203,7 @@ def make_checkpoint(folder: Path, kind: str, layers: int) -> None:
 
 
 def swapped(folder: Path, other: Path) -> None:
-    """The checkpoint with its first two layers in each other's place: other weights of the same sizes."""
+    """Writes the checkpoint with its first two layers in each other's place: other weights of the same sizes."""
     from safetensors.torch import load_file, save_file
 
     other.mkdir()
@@ -217,7 +218,7 @@ def swapped(folder: Path, other: Path) -> None:
 
 @dataclass
 class Seen:
-    """What a server answered."""
+    """The answers of one server, and its row."""
 
     mode: str
     row: dict[str, Any]
@@ -243,12 +244,12 @@ class Measurement:
         return self.probe if name in ("updated", "beside aborted") else self.loads[name.removesuffix(" again")][0]
 
     def warmed(self, server: Server, seen: Seen) -> None:
-        """The first requests, which compile kernels and are not timed."""
+        """Sends the first requests, which compile kernels and are not timed."""
         seen.row["chat"] = client.chat(server.port)
         self.load.run(server.port, self.warm, 16, False)
 
     def round(self, server: Server, seen: Seen) -> None:
-        """Every load once; a round's answers and seconds are added to those of the rounds before."""
+        """Sends every load once; a round's answers and seconds are added to those of the rounds before."""
         for name, (requests, concurrency, stream) in self.loads.items():
             self.deadline.check(f"{concurrency} requests at a time")
             answers, seconds = self.load.run(server.port, requests, concurrency, stream)
@@ -262,8 +263,8 @@ class Measurement:
             loads[name] = {"concurrency": concurrency, **row, "tokens_per_s_of_rounds": rounds}
 
     def rest(self, server: Server, seen: Seen) -> None:
-        """What is not timed: how much a server's own tokens change with what else is in a batch; log-probabilities;
-        requests beside aborted ones."""
+        """Measures what is not timed: how much a server's own tokens change with what else is in a batch;
+        log-probabilities; requests beside aborted ones."""
         answers, _ = self.load.run(server.port, self.loads["16"][0], 16, False)
         seen.tokens["16 again"] = [answer.tokens for answer in answers]
         seen.row["same_server_twice"] = _without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
@@ -289,7 +290,7 @@ class Measurement:
         seen.tokens["beside aborted"] = [answer.tokens for answer in answers]
 
     def updated(self, server: Server, seen: Seen) -> None:
-        """After /update_weights_from_disk: a checkpoint with other weights, and its answers."""
+        """Asks after /update_weights_from_disk: a checkpoint with other weights, and its answers."""
         self.deadline.check("the update of weights")
         start = time.monotonic()
         answer = client.post(server.port, "/update_weights_from_disk", {"model_path": str(self.update)})
@@ -307,7 +308,8 @@ def _without_list(comparison: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(off: Seen, on: Seen, server: Server, measurement: Measurement, limit: int = 12) -> dict[str, Any]:
-    """Tokens of both; where they part first, by how much the server with oxmoe prefers its token to the other."""
+    """Compares the tokens of both servers. Where they part first, it asks how much the server with oxmoe prefers its
+    token."""
     row: dict[str, Any] = {"logprobs": client.spread(on.logprobs, off.logprobs), "tokens": {}}
     asked = 0
     for name in on.tokens.keys() & off.tokens.keys() - {"16 again"}:
@@ -325,11 +327,11 @@ def compared(off: Seen, on: Seen, server: Server, measurement: Measurement, limi
 
 
 def judge(cell: Cell, layers: int, off: Seen, on: Seen, comparison: dict[str, Any] | None) -> list[str]:
-    """What is wrong with a cell.
+    """Returns what is wrong with a cell.
 
     Two kernels round differently, so two servers part where two tokens are nearly as likely as each other. A server's
-    log-probabilities are off the other's by up to `most` (measured on the same tokens); two tokens may part where
-    their distance is within twice that.
+    log-probabilities are off the other's by up to `most` (measured on the same tokens). Two tokens may part if their
+    distance is within twice that.
     """
     wrong = [f"{seen.mode}: {seen.row['error']}" for seen in (off, on) if "error" in seen.row]
     if "update_error" in on.row:
@@ -352,7 +354,7 @@ def judge(cell: Cell, layers: int, off: Seen, on: Seen, comparison: dict[str, An
 
 
 def machine() -> dict[str, Any]:
-    """Where this runs: card, driver and versions."""
+    """Says where this runs: card, driver and versions."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -397,7 +399,7 @@ class Run:
         comparison = None
         try:
             if self.arguments.together:
-                # Both servers are up; a round of one follows a round of the other, so that both see the same machine.
+                # Both servers are up. Their rounds alternate, so that both see the same machine.
                 for mode in ("off", "on"):
                     servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
                 self._each(servers, seen, lambda mode: servers[mode].ready(self.deadline))
@@ -423,7 +425,7 @@ class Run:
         self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
 
     def _each(self, servers: dict[str, Server], seen: dict[str, Seen], step: Callable[[str], None]) -> None:
-        """A step of each server in turn; one whose step fails has no further steps, and its row says why."""
+        """Runs a step for each server in turn. A server whose step fails has no further steps, and its row says why."""
         for mode in servers:
             if "error" not in seen[mode].row:
                 try:
@@ -439,7 +441,7 @@ class Run:
     def _server(
         self, cell: Cell, server: Server, seen: dict[str, Seen], measurement: Measurement
     ) -> dict[str, Any] | None:
-        """Asks a server what is not timed and writes its row; with oxmoe, also how its answers compare."""
+        """Measures what is not timed and writes the server's row; with oxmoe, also how its answers compare."""
         mine = seen[server.mode]
         mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
         mine.row |= {"layers": self.arguments.layers, "started": "together" if self.arguments.together else "alone"}
@@ -457,14 +459,15 @@ class Run:
         except Exception as error:
             self._failed(mine, error)
         finally:
-            # Also of a run that is stopped.
+            # The row of a run that is stopped is written, too.
             mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
             self.write(mine.row)
         _say(f"{cell} {server.mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
         return comparison
 
     def _updated(self, server: Server, mine: Seen, measurement: Measurement) -> None:
-        """Not every part of SGLang can update its weights (GPT-OSS on triton_kernels): that is no error of the rest."""
+        """Updates the server's weights. Not every part of SGLang can do so (GPT-OSS on triton_kernels): that is no
+        error of the rest."""
         try:
             measurement.updated(server, mine)
         except (OSError, RuntimeError, Problem) as error:
@@ -509,7 +512,7 @@ def main() -> int:
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(arguments.work, ignore_errors=True)
-    # Servers end with it, not only the client.
+    # SIGTERM ends the servers, too, and not only the client.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     run = Run(arguments)
     run.all()

@@ -1,4 +1,4 @@
-"""serve_table.py FILE... [--section]: tables of lines that serve.py wrote; or the section of docs/sglang.md."""
+"""serve_table.py FILE... [--section]: prints tables of lines that serve.py wrote, or the section of docs/sglang.md."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _tokens(cells: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
 
 
 def _where(rows: list[dict[str, Any]]) -> list[str]:
-    """Cards, drivers, versions and commits of these rows."""
+    """Returns cards, drivers, versions and commits of these rows."""
     names = ("sglang", "sglang-kernel", "torch", "triton")
     return sorted(
         {
@@ -100,7 +100,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def section(rows: list[dict[str, Any]], files: list[str]) -> str:
-    """The section of docs/sglang.md, with nothing in it that was not measured."""
+    """Returns the section of docs/sglang.md, with nothing in it that was not measured."""
     speed, starts, tokens = _tables(rows)
     servers = [row for row in rows if row["mode"] != "compared"]
     layers = "/".join(str(count) for count in sorted({row["layers"] for row in servers}))

@@ -1,5 +1,5 @@
-// Arithmetic on chunks. Sums are in fp32 and rounded to the element type; orders of additions depend on ranks and hidden size
-// alone.
+// Arithmetic on chunks. Sums are in fp32 and rounded to the element type. The order of additions depends only on ranks and hidden
+// size.
 #pragma once
 #include "../common/element.cuh"
 #include "memory.cuh"
@@ -35,7 +35,7 @@ struct Word<float> {
 template <class Element>
 constexpr int kChunkValues = 4 * Word<Element>::kValues;
 
-// Rank order, fp32, rounded once: the same bits on every rank and in both kernels.
+// Sums in rank order in fp32, rounded once: the same bits on every rank and in both kernels.
 template <class Element, int kWorld>
 __device__ __forceinline__ Chunk sum_in_rank_order(const Chunk (&part)[kWorld]) {
     Chunk result;
@@ -100,12 +100,12 @@ struct Sum {
     __device__ __forceinline__ float operator()(float a, float b) const { return a + b; }
 };
 
-// NaN counts as nothing.
+// The larger of a number and NaN is the number.
 struct Largest {
     __device__ __forceinline__ float operator()(float a, float b) const { return fmaxf(a, b); }
 };
 
-// Over the lanes of a warp whose numbers differ by less than `lanes`, a power of two: a butterfly.
+// Reduces over the lanes of a warp whose numbers differ by less than `lanes`, a power of two, with a butterfly.
 template <class Op>
 __device__ __forceinline__ float across(float v, int lanes = kLanes) {
 #pragma unroll

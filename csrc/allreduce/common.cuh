@@ -1,5 +1,5 @@
-// What the one-shot and the two-shot all-reduce share of the protocol. It is src/allreduce/protocol.rs, where a model plays it;
-// here are its headers, its epochs and the deadline of every wait.
+// The part of the protocol that the one-shot and the two-shot all-reduce share: headers, epochs, and the deadline of every wait.
+// The protocol is in src/allreduce/protocol.rs, where a model plays it.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -12,16 +12,16 @@ namespace oxmoe::allreduce {
 
 constexpr int kMaxRanks = 8;
 
-// Bits that no conversion or addition produces; the same four words as in protocol.rs.
+// Bits that no conversion or addition produces; protocol.rs has the same four words.
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;
 constexpr uint32_t kOtherNaN = 0x7FFFFFFFu;
 constexpr uint64_t kNoHeader = ~0ull;
 constexpr uint64_t kTimeout = 1, kMismatch = 2;
 
-// First bytes of a rank's workspace; headers of both parities follow at the next line, 16 bytes a sender.
+// The first bytes of a rank's workspace. Headers of both parities follow at the next line, 16 bytes for each sender.
 struct alignas(128) Control {
     uint64_t error;    // 0, or the first fault
-    uint32_t epoch;    // finished calls; the last CTA to have read it writes the next one
+    uint32_t epoch;    // finished calls; the last CTA that reads the epoch writes the next one
     uint32_t arrived;  // CTAs of this launch that have read the epoch
     uint64_t _pad[14];
     struct alignas(16) Header {
@@ -47,7 +47,7 @@ __device__ __forceinline__ Chunk sendable(Chunk v) {
 
 __device__ __forceinline__ Chunk empty_chunk() { return {kEmpty, kEmpty, kEmpty, kEmpty}; }
 
-// The host sees a fault without synchronising. The fault is written last: it says that the rest is there.
+// Shows a fault to the host, which does not synchronise. The fault is written last: it says that the other words are there.
 __device__ __forceinline__ void tell_host(const AllReduceParams& p, uint64_t fault) {
     volatile uint64_t* report = p.report;
     if (report[0]) return;
@@ -57,7 +57,7 @@ __device__ __forceinline__ void tell_host(const AllReduceParams& p, uint64_t fau
     __threadfence_system();
 }
 
-// One per thread: when it began to wait, and in which call.
+// A thread's watch over its waits: when it began to wait, and in which call.
 template <int kWorld>
 class Watch {
     const AllReduceParams& p_;
@@ -65,7 +65,7 @@ class Watch {
     uint32_t spins_ = 0;
     uint64_t deadline_ = 0;
 
-    // Looks at the clock once in so many polls: at every poll it costs 0.1 us at one token (H200).
+    // A thread looks at the clock once in this many polls: a look at every poll costs 0.1 us at one token (H200).
     static constexpr uint32_t kSpinsPerLook = 64;
 
     __device__ __forceinline__ bool look(int missing, uint64_t patience) {
@@ -83,13 +83,13 @@ class Watch {
 public:
     __device__ Watch(const AllReduceParams& p, uint32_t epoch) : p_(p), epoch_(epoch) {}
 
-    // True when waiting is pointless: the deadline is over, or some rank has reported a fault.
-    // `patience` deadlines: two for who waits for a sum, since its maker waits too and knows which rank is missing.
+    // Returns true if waiting is pointless: the deadline is over, or some rank has reported a fault. `patience` counts deadlines.
+    // A thread that waits for a sum has two, since the rank that makes the sum waits too and knows which rank is missing.
     __device__ __forceinline__ bool give_up(int missing, uint64_t patience = 1) {
         return ++spins_ % kSpinsPerLook == 0 && look(missing, patience);
     }
 
-    // The first report wins, on every rank; the others leave their loops at their next look, and at once in later calls.
+    // The first report wins, on every rank. The other ranks leave their loops at their next look, and at once in later calls.
     __device__ __forceinline__ void report(uint64_t kind, int peer, uint64_t peer_shape) const {
         if (peer_shape) {
             *static_cast<volatile uint64_t*>(p_.report + 2) = peer_shape;
@@ -103,21 +103,23 @@ public:
     }
 };
 
-// Every thread reads the epoch; one of the grid passes on a fault that a peer left here since the last call.
+// Every thread reads the epoch; one thread of the grid passes on a fault that a peer left here since the last call.
 __device__ __forceinline__ uint32_t begin_call(const AllReduceParams& p) {
     const ulonglong2 read = load_pair(&control(p, p.rank)->error);
     if (read.x && blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, read.x);
     return uint32_t(read.y);  // `arrived` is its upper half
 }
 
-// By all threads of a CTA once they hold the epoch: late enough that nobody reads the new one, early enough to hide it.
+// All threads of a CTA call this once they hold the epoch. This is late enough that no thread reads the new epoch, and early
+// enough to hide the write.
 __device__ __forceinline__ void finish_reading_epoch(const AllReduceParams& p, uint32_t epoch) {
     Control* const own = control(p, p.rank);
     __syncthreads();
     if (threadIdx.x == 0 && atomicInc(&own->arrived, gridDim.x - 1) == gridDim.x - 1) own->epoch = epoch + 1;
 }
 
-// The header of a call, by one thread a peer in the first CTA: sent before the data, heard while they travel.
+// The header of a call. In the first CTA one thread for each peer sends it before the data, and reads the peer's while data
+// travel.
 template <int kWorld>
 class Greeting {
     const AllReduceParams& p_;
@@ -135,12 +137,12 @@ public:
         if (mine_) store_relaxed(header(peer_, p_.rank), p_.shape);
     }
 
-    // Asks for what has come; the answer is not looked at before it is needed.
+    // Starts to load the peer's header; its value is not used before it is needed.
     __device__ __forceinline__ void listen() {
         if (mine_) heard_ = load_relaxed(header(p_.rank, peer_));
     }
 
-    // A shape unlike ours is a fault: both ranks see it, and those who wait for data that will not come hear of it.
+    // A shape unlike ours is a fault. Both ranks see it and report it, so that no rank waits for data that will not come.
     __device__ __forceinline__ void finish(Watch<kWorld>& watch) {
         if (!mine_) return;
         while (heard_ == kNoHeader && !watch.give_up(peer_)) heard_ = load_relaxed(header(p_.rank, peer_));
@@ -150,8 +152,8 @@ public:
     }
 };
 
-// One chunk of every rank: our own is `mine`, a peer's comes from its slot, once it is there. All peers are asked in one round,
-// so that their latencies overlap.
+// Receives one chunk of every rank. This rank's own chunk is `mine`, and a peer's comes from its slot, once it is there. All
+// peers are polled in one round, so that their latencies overlap.
 template <int kWorld, class Slot>
 __device__ __forceinline__ void receive(Chunk (&part)[kWorld], int rank, const Chunk& mine, Slot slot, Watch<kWorld>& watch) {
 #pragma unroll

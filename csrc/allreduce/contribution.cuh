@@ -1,5 +1,6 @@
-// What a rank adds to the sum: rows of `input`, or of the MoE patterns the weighted sum of its experts' rows
-// (src/cpu/allreduce.rs, `contribute`: in slot order in fp32, products rounded before they are added, rounded once).
+// A rank's contribution to the sum: rows of `input`, or in the MoE patterns the weighted sum of its experts' rows. The rules are
+// those of `contribute` in src/cpu/allreduce.rs. Slots are added in order in fp32, products are rounded before they are added,
+// and the sum is rounded once.
 #pragma once
 #include "arithmetic.cuh"
 #include "oxmoe/src/params/allreduce.rs.h"
@@ -31,7 +32,7 @@ __device__ __forceinline__ Chunk expert_sum(const AllReduceParams& p, int token,
         float weight[kTogether];
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-            // Zero times zero where there is no slot: it leaves sums, which are never -0, as they are.
+            // If there is no slot, this adds zero times zero, which leaves sums as they are, since they are never -0.
             row[i] = Chunk{0, 0, 0, 0};
             weight[i] = 0;
             if (first + i >= e.top_k) continue;
@@ -39,7 +40,7 @@ __device__ __forceinline__ Chunk expert_sum(const AllReduceParams& p, int token,
             const int64_t place = e.row_of_slot ? e.row_of_slot[slot] : slot;
             if (place == -1) continue;
             weight[i] = slot_weight(e, slot);
-            // The host cannot look at the numbers: one that is no row's makes the token NaN.
+            // The host cannot check row numbers: a number that names no row makes the token NaN.
             row[i] = place >= 0 && place < e.row_count ? rows[place * p.row_chunks + chunk] : Chunk{~0u, ~0u, ~0u, ~0u};
         }
 #pragma unroll
@@ -57,7 +58,7 @@ __device__ __forceinline__ Chunk expert_sum(const AllReduceParams& p, int token,
     return result;
 }
 
-// Once in a kernel whose threads have several chunks.
+// A call, so that a kernel whose threads have several chunks has this code only once.
 template <class Element>
 __device__ __noinline__ Chunk expert_sum_apart(const AllReduceParams& p, int at) {
     return expert_sum<Element>(p, at / p.row_chunks, at % p.row_chunks);

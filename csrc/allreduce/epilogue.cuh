@@ -1,4 +1,4 @@
-// What becomes of a row's sums, in one shot and in two: residual, RMSNorm, quantisation (src/cpu/allreduce.rs has the same bits).
+// The epilogue of a row's sums, in one shot and in two: residual, RMSNorm, quantisation. src/cpu/allreduce.rs has the same bits.
 #pragma once
 #include "../common/cluster.cuh"
 #include "quantise.cuh"
@@ -8,18 +8,18 @@ namespace oxmoe::allreduce {
 
 constexpr int kMaxGroups = 128;  // groups of 32 chunks in a row: 64 KB a row
 
-// What a kernel can do: the sum alone; residual and norm as well; everything, whatever of it a call asks for.
+// The work that a kernel can do: the sum alone; also residual and norm; or everything, of which a call asks for a part.
 enum class Work { kSum, kNorm, kAll };
 
-// Of each CTA.
+// Shared memory of each CTA for an exchange.
 struct alignas(8) ExchangeSpace {
     uint64_t boxes[2];
     float values[2][kMaxGroups];
 };
 
-// One value of each group of a row, from the group's warp to all warps of the row, which are those of a CTA or of a cluster. Two
-// halves in turn: who puts into a half again has got everything of the other one, which each warp put after it had read this
-// half.
+// Exchanges one value of each group of a row, from the group's warp to all warps of the row. These are the warps of a CTA or of a
+// cluster. Two halves are used in turn. A warp that puts into a half again has got all values of the other half, and each warp
+// put those after it had read this half.
 class Exchange {
     ExchangeSpace& space_;
     const int ctas_, groups_;
@@ -27,7 +27,7 @@ class Exchange {
     uint32_t parity_ = 0;
 
 public:
-    // By all threads, with ready() before the first put(). `ctas` share a row.
+    // All threads call this, and ready() before the first put(). `ctas` CTAs share a row.
     __device__ __forceinline__ Exchange(ExchangeSpace& space, int ctas, int groups)
         : space_(space), ctas_(ctas), groups_(groups) {
         if (ctas == 1) return;
@@ -41,7 +41,7 @@ public:
         if (ctas_ > 1) cluster::wait();
     }
 
-    // By all lanes of the warp that has `group`, with the same value.
+    // All lanes of the warp that has `group` call this with the same value.
     __device__ __forceinline__ void put(int group, float value) {
         const int lane = threadIdx.x % kLanes;
         float* const place = &space_.values[half_][group];
@@ -49,12 +49,13 @@ public:
         if (ctas_ == 1) {
             if (lane == 0) *place = value;
         } else if (lane < ctas_) {
-            // A cluster's barrier would wait until peers have acknowledged this thread's stores to them.
+            // This uses a mailbox, because a cluster's barrier would wait until peers have acknowledged this thread's stores to
+            // them.
             cluster::Mailbox(&space_.boxes[half_]).send(place, lane, value);
         }
     }
 
-    // By all threads. Valid until the next but one.
+    // All threads call this. The values are valid until the next but one call.
     __device__ __forceinline__ const float* get() {
         const float* const values = space_.values[half_];
         if (ctas_ == 1) {
@@ -69,13 +70,13 @@ public:
         return values;
     }
 
-    // Lane l takes groups l, l + 32, ..., then a butterfly. A row has at most kGroups.
+    // Lane l folds groups l, l + 32, ..., then lanes fold their results with a butterfly. A row has at most kGroups groups.
     template <class Op, int kGroups>
     __device__ __forceinline__ float fold() {
         const float* const values = get();
         const int lane = threadIdx.x % kLanes;
         float result = 0;
-        // Straight code: with few tokens kernels are as slow as their code is long and jumps.
+        // The code is straight: with few tokens kernels are as slow as their code is long and jumps.
 #pragma unroll
         for (int group = 0; group < kGroups; group += kLanes) {
             const float value = values[group + lane];
@@ -124,7 +125,7 @@ class Epilogue {
     }
 
 public:
-    // After the wait for the kernels before.
+    // Call this after the wait for the kernels before.
     __device__ __forceinline__ Epilogue(const AllReduceParams& params, Exchange& rows) : p(params), exchange(rows) {
         if constexpr (kWork == Work::kAll) {
             scale_factor_ = p.narrowing.scale_factor ? *p.narrowing.scale_factor : p.narrowing.scale;
@@ -137,17 +138,18 @@ public:
 
     __device__ __forceinline__ void store_sum(int at, const Chunk& value) const { store(p.output, at, value); }
 
-    // Turns a sum into the next residual; its sum of squares.
+    // Turns a sum into the next residual, and returns the sum of its squares.
     __device__ __forceinline__ float add_residual(int at, Chunk& value, const Chunk& residual) const {
         if (kWork == Work::kAll && p.output) store(p.output, at, value);
         value = add<Element>(value, residual);
         return sum_of_squares<Element>(value);
     }
 
-    // By all threads that share the row, also by those past its end (0), for each of their chunks; then scale().
+    // All threads that share the row call this for each of their chunks; a chunk past the row's end has squares 0. scale() comes
+    // after it.
     __device__ __forceinline__ void put(int chunk, float squares) const { exchange.put(chunk / kLanes, across<Sum>(squares)); }
 
-    // 1 / sqrt(mean of squares + epsilon); every step is rounded as on the CPU.
+    // Returns 1 / sqrt(mean of squares + epsilon); every step is rounded as on the CPU.
     __device__ __forceinline__ float scale() const {
         const float mean = __fmul_rn(exchange.template fold<Sum, kGroups>(), p.inverse_hidden);
         return __frcp_rn(__fsqrt_rn(__fadd_rn(mean, p.epsilon)));
@@ -161,13 +163,14 @@ public:
         return norm;
     }
 
-    // The chunks first, first + blockDim.x, ... of a row's norm. By all threads that share the row, also those past its end.
+    // Quantises the chunks first, first + blockDim.x, ... of a row's norm. All threads that share the row call this, also those
+    // past its end.
     template <int kChunks>
     __device__ __forceinline__ void quantise(int row, int first, const Chunk (&norm)[kChunks]) const {
         if (kWork == Work::kAll && p.narrowing.kind != QuantKind::None) narrow(row, first, norm);
     }
 
-    // Zeros where readers of whole tiles of scales find no row. By all threads of the grid.
+    // Stores zero scales for rows that do not exist, since readers take whole tiles of scales. All threads of the grid call this.
     __device__ __forceinline__ void pad() const {
         if constexpr (kWork != Work::kAll) return;
         const Narrowing& n = p.narrowing;
@@ -180,7 +183,7 @@ public:
                 *reinterpret_cast<uint32_t*>(n.scale_out + at) = 0;
             }
         } else if (n.kind == QuantKind::Groups) {
-            // After the last column nothing follows.
+            // The last column has no padding after its rows.
             const int columns = (p.row_chunks / n.group_chunks + 3) / 4 - 1, rows = int(n.column_stride - p.tokens);
             for (int i = first; i < rows * columns; i += step) {
                 reinterpret_cast<uint32_t*>(n.scale_out)[i / rows * n.column_stride + p.tokens + i % rows] = 0;

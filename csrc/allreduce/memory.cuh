@@ -1,10 +1,11 @@
-// Memory operations between GPUs, and the clock. PTX promises that each half of v2.b64 is one access, not that both together are.
+// Memory operations between GPUs, and the clock. PTX promises that each half of v2.b64 is one access, but not that both halves
+// together are.
 #pragma once
 #include <cstdint>
 
 namespace oxmoe::allreduce {
 
-// The widest store of a thread.
+// The widest store of a thread: 16 bytes.
 using Chunk = uint4;
 
 __device__ __forceinline__ Chunk load_relaxed(const Chunk* from) {
@@ -34,7 +35,7 @@ __device__ __forceinline__ void store_relaxed(uint64_t* to, uint64_t value) {
     asm volatile("st.relaxed.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
 }
 
-// Two words that belong to one kernel's GPU.
+// Loads two neighbouring words from the memory of this kernel's GPU.
 __device__ __forceinline__ ulonglong2 load_pair(const uint64_t* from) {
     ulonglong2 value;
     asm volatile("ld.relaxed.sys.global.v2.b64 {%0, %1}, [%2];" : "=l"(value.x), "=l"(value.y) : "l"(from) : "memory");

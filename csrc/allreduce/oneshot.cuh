@@ -1,5 +1,5 @@
 // One-shot all-reduce. Every rank pushes its rows into every peer's slots and adds all rows itself: (N - 1) x bytes on the wire,
-// one trip. One CTA or one cluster a row, one thread a chunk of 16 bytes.
+// one trip. Each row has one CTA or one cluster, and each chunk of 16 bytes one thread.
 #pragma once
 #include "common.cuh"
 #include "contribution.cuh"
@@ -7,8 +7,8 @@
 
 namespace oxmoe {
 
-// Grid: rows x CTAs of a cluster, clusters take further rows in turn. Threads: whole warps, with those of the cluster one a chunk
-// of a row. kAlone: clusters of one CTA.
+// Grid: rows x CTAs of a cluster; clusters take further rows in turn. Threads: whole warps; the threads of a cluster have one
+// chunk of a row each. kAlone: clusters of one CTA.
 template <class Element, int kWorld, allreduce::Work kWork, bool kAlone>
 struct AllReduceOneShot {
     static constexpr int kThreads = 1024;
@@ -27,13 +27,13 @@ struct AllReduceOneShot {
         if (kWork != Work::kSum && active) gamma = __ldg(reinterpret_cast<const Chunk*>(p.gamma) + chunk);
 
         pdl::wait();
-        // After the wait: a successor that starts now finds at most this kernel before it.
+        // This comes after the wait: a successor that starts now finds at most this kernel before it.
         pdl::launch_dependents();
         const Epilogue<Element, kWork, kAlone ? 32 : kMaxGroups> epilogue(p, exchange);
         int row = blockIdx.x / ctas;
         Chunk mine, next, residual;
         if (active && row < p.tokens) {
-            // Before the epoch is here, which the stores wait for.
+            // These loads start before the epoch is here; the stores wait for the epoch.
             mine = contribution<Element, kAll, false>(p, row * p.row_chunks + chunk);
             residual = epilogue.residual(row * p.row_chunks + chunk);
         }
@@ -66,7 +66,7 @@ struct AllReduceOneShot {
             float squares = 0;
             if (active) {
                 if (more)
-                    next = push(next_at, contribution<Element, kAll, false>(p, next_at));  // travels while we wait for this row
+                    next = push(next_at, contribution<Element, kAll, false>(p, next_at));  // travels while this row is awaited
                 Chunk part[kWorld];
                 receive<kWorld>(part, p.rank, mine, [&](int peer) { return slot(p.rank, peer) + at; }, watch);
                 value = sum_in_rank_order<Element>(part);

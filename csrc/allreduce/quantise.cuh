@@ -1,4 +1,4 @@
-// Quantisation of a row's norm, a chunk a thread, in registers (src/cpu/allreduce.rs, `quantise_row`, has the same bits).
+// Quantisation of a row's norm in registers, one chunk for each thread. src/cpu/allreduce.rs (`quantise_row`) has the same bits.
 #pragma once
 #include "../common/nvfp4.cuh"
 #include "arithmetic.cuh"
@@ -16,12 +16,12 @@ template <class Element>
 struct Narrower {
     const AllReduceParams& p;
     const float scale_factor;
-    const float row_scale;  // PerToken's
+    const float row_scale;  // scale of the row, for PerToken
 
     static constexpr int kValues = kChunkValues<Element>;
     static constexpr int kBlockLanes = 16 / kValues;
 
-    // A chunk's values as e4m3.
+    // Stores a chunk's values as e4m3.
     __device__ __forceinline__ void store_e4m3(int at, const float (&x)[kValues]) const {
         uint32_t words[kValues / 4];
 #pragma unroll
@@ -54,12 +54,12 @@ struct Narrower {
         for (int past = block + 1; past % 4; ++past) n.scale_out[block_scale_offset(n.tile_rows, row, past, blocks)] = 0;
     }
 
-    // e4m3 with the scale of its group of chunks.
+    // Stores a chunk as e4m3 with the scale of its group of chunks.
     __device__ __forceinline__ void grouped(int row, int chunk, bool here, float (&x)[kValues]) const {
         const Narrowing& n = p.narrowing;
         const float amax = across<Largest>(largest<kValues>(x), n.group_chunks);
         const float scale = power_of_two_above(fmaxf(__fdiv_rn(amax, 448.f), 1e-10f));
-        const float inverse = __frcp_rn(scale);  // exact
+        const float inverse = __frcp_rn(scale);  // exact, because the scale is a power of two
 #pragma unroll
         for (int i = 0; i < kValues; ++i) x[i] *= inverse;
         if (!here) return;
@@ -72,7 +72,7 @@ struct Narrower {
         for (int past = count; past % 4; ++past) byte(past) = 0;
     }
 
-    // By all threads of a warp, also those past the row's end.
+    // All threads of a warp call this, also those past the row's end.
     __device__ __forceinline__ void narrow(int row, int chunk, const Chunk& norm) const {
         const Narrowing& n = p.narrowing;
         const bool here = chunk < p.row_chunks;
@@ -91,7 +91,7 @@ struct Narrower {
     }
 };
 
-// Once in a kernel whose threads have several chunks.
+// A call, so that a kernel whose threads have several chunks has this code only once.
 template <class Element>
 __device__ __noinline__ void narrow_apart(const AllReduceParams& p, float scale_factor, float row_scale, int row, int chunk,
                                           Chunk norm) {

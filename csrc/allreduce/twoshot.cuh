@@ -2,8 +2,8 @@
 //   scatter  every rank pushes its values of range o to rank o;
 //   reduce   rank o adds the N contributions to its range in rank order and pushes the sums to everybody;
 //   finish   every rank makes the outputs of all rows.
-// 2 (N - 1) / N x bytes on the wire: only sums are gathered. Residual and norm of all rows cost device memory traffic, which
-// overlaps.
+// There are 2 (N - 1) / N x bytes on the wire, because only sums are gathered. Residual and norm of all rows cost device memory
+// traffic, which overlaps.
 #pragma once
 #include "common.cuh"
 #include "contribution.cuh"
@@ -11,8 +11,8 @@
 
 namespace oxmoe {
 
-// Grid: scatter_ctas + reduce_ctas + finish_ctas, meant to be resident at once so that the stages overlap; in this order, so that
-// those which wait come behind those they wait for. Threads: whole warps, kChunks of them one a chunk of a row.
+// Grid: scatter_ctas + reduce_ctas + finish_ctas, meant to be resident at once so that the stages overlap. They are in this
+// order, so that CTAs that wait come after the CTAs they wait for. Threads: whole warps; each thread has kChunks chunks of a row.
 template <class Element, int kWorld, allreduce::Work kWork, int kChunks>
 class AllReduceTwoShot {
     using Chunk = allreduce::Chunk;
@@ -74,7 +74,7 @@ class AllReduceTwoShot {
             allreduce::receive<kWorld>(part, p.rank, contribution(first + i), from, watch);
             const Chunk sum = allreduce::sum_in_rank_order<Element>(part);  // never looks empty: additions give other NaNs
 #pragma unroll
-            for (int hop = 1; hop <= kWorld; ++hop) {  // the last hop is ourselves
+            for (int hop = 1; hop <= kWorld; ++hop) {  // the last hop is this rank itself
                 const int peer = (p.rank + hop) % kWorld;
                 allreduce::store_relaxed(gathered(peer) + first + i, sum);
                 if (hop < kWorld) slot(p.rank, peer)[i] = allreduce::empty_chunk();
@@ -145,7 +145,7 @@ public:
         __shared__ ExchangeSpace space;
         Exchange exchange(space, 1, (p.row_chunks + kLanes - 1) / kLanes);
         pdl::wait();
-        // After the wait: a successor that starts now finds at most this kernel before it.
+        // This comes after the wait: a successor that starts now finds at most this kernel before it.
         pdl::launch_dependents();
         const Epilogue epilogue(p, exchange);
         const uint32_t epoch = begin_call(p);

@@ -1,19 +1,20 @@
-// 16-bit results that CTAs of one launch hand each other without counters: memory is marked absent first, and whoever needs a
-// result reads it until it is there. A fence, a counter and the second read would be three trips to L2 instead of one.
+// 16-bit results that CTAs of one launch hand each other without counters. The memory is marked absent first, and a reader polls
+// it until the result is there. A fence, a counter and the second read would be three trips to L2 instead of one.
 //
-// The mark is a NaN with all bits set, which no result is: the stores turn it into the NaN one below.
+// The mark is a NaN with all bits set. No result has these bits: the stores replace this NaN with the one whose bits are one
+// less.
 #pragma once
 #include <cstdint>
 
 namespace oxmoe::absent {
 
-constexpr uint32_t kPair = 0xFFFFFFFFu;  // two of them
+constexpr uint32_t kPair = 0xFFFFFFFFu;  // the mark of two results
 
-// Whether one of two is absent: the test for a zero half of ~pair.
+// Whether one of a word's two results is absent: the test for a zero half of ~pair.
 __device__ __forceinline__ bool in(uint32_t pair) { return ((~pair - 0x00010001u) & pair & 0x80008000u) != 0; }
 __device__ __forceinline__ bool in(const uint4& four) { return in(four.x) | in(four.y) | in(four.z) | in(four.w); }
 
-// What is stored instead of two results.
+// The word that is stored for two results: an absent mark among them becomes another NaN.
 __device__ __forceinline__ uint32_t avoided(uint32_t pair) { return __vminu2(pair, 0xFFFEFFFEu); }
 
 __device__ __forceinline__ void mark_16(void* address) {

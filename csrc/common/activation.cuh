@@ -1,10 +1,11 @@
-// What GEMM1's epilogue does with its fp32 sums (params/moe.rs, Activation). The kind is the same for a whole launch.
+// The activations that GEMM1's epilogue applies to its fp32 sums (params/moe.rs, Activation). The kind is the same for a whole
+// launch.
 #pragma once
 #include "oxmoe/src/params/moe.rs.h"
 
 namespace oxmoe {
 
-// NOTE: the .NaN forms; fminf and fmaxf would turn a NaN sum into a limit.
+// NOTE: these are the .NaN forms, because fminf and fmaxf would turn a NaN sum into a limit.
 __device__ __forceinline__ float min_nan(float a, float b) {
     float result;
     asm("min.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
@@ -26,7 +27,7 @@ __device__ __forceinline__ float reciprocal_fast(float x) {
     return result;
 }
 
-// x Phi(x), Phi by Abramowitz and Stegun 7.1.26: |error of Phi| < 1e-7.
+// x Phi(x), with Phi by Abramowitz and Stegun 7.1.26: |error of Phi| < 1e-7.
 __device__ __forceinline__ float gelu_exact(float x) {
     const float z = fabsf(x) * 0.70710678f;
     const float t = reciprocal_fast(fmaf(0.3275911f, z, 1.f));
@@ -38,11 +39,13 @@ __device__ __forceinline__ float gelu_exact(float x) {
 
 __device__ __forceinline__ float sigmoid_fast(float x) { return reciprocal_fast(1.f + exp2_fast(x * -1.44269504f)); }
 
-// The activation with an expert's own numbers.
+// The activation of a launch with an expert's own alpha, beta and limit.
 __device__ __forceinline__ Activation activation_of(const GroupedGemmParams& p, int expert) {
     Activation activation = p.activation;
-    if (activation.kind != ActivationKind::ExpertSwiglu) return activation;
-    activation.kind = ActivationKind::Swiglu;
+    if (activation.kind == ActivationKind::ExpertSwiglu)
+        activation.kind = ActivationKind::Swiglu;
+    else if (activation.kind != ActivationKind::Situ)
+        return activation;
     if (p.expert_alpha) activation.alpha = p.expert_alpha[expert];
     if (p.expert_beta) activation.beta = p.expert_beta[expert];
     if (p.expert_limit) {
@@ -69,14 +72,52 @@ struct SwigluFunction {
         return silu * (max_nan(min_nan(up, up_limit), -up_limit) + beta);
     }
 
-    // The same bits without limits, in seven instructions instead of eleven.
+    // unlimited() gives the same bits if there are no limits, in seven instructions instead of eleven.
     __device__ __forceinline__ bool has_limits() const { return fminf(fminf(gate_limit, silu_limit), up_limit) < INFINITY; }
     __device__ __forceinline__ float unlimited(float gate, float up) const {
         return gate * reciprocal_fast(1.f + exp2_fast(gate * slope)) * (up + beta);
     }
 };
 
-// The other kinds, of one value; gated kinds multiply the result by up.
+// The Situ kind. tanh(z) / z is a quotient of polynomials in z^2 (minimax for |z| <= 7; a larger |z| is clamped to 7). The
+// relative error of a tanh is below 2^-19 also for tiny z, for which tanh(z) is z.
+struct SituFunction {
+    float inverse, bound, linear_inverse, linear_bound;
+    bool unlimited;  // up has no tanh
+
+    __device__ __forceinline__ SituFunction(float beta, float linear_beta)
+        : inverse(reciprocal_fast(beta)),
+          bound(7.f * beta),
+          linear_inverse(reciprocal_fast(linear_beta)),
+          linear_bound(fminf(7.f * linear_beta, 3.40282347e38f)),
+          unlimited(!(linear_beta < INFINITY)) {}
+    __device__ __forceinline__ explicit SituFunction(const Activation& activation)
+        : SituFunction(activation.alpha, activation.beta) {}
+    // NOTE: activation_of would share its loads with the Swiglu kind, which has them too, and whose code would then need more
+    // registers.
+    __device__ __forceinline__ SituFunction(const GroupedGemmParams& p, int expert)
+        : SituFunction(p.expert_alpha ? p.expert_alpha[expert] : p.activation.alpha,
+                       p.expert_beta ? p.expert_beta[expert] : p.activation.beta) {}
+
+    __device__ __forceinline__ float operator()(float gate, float up) const {
+        float divisor, linear_divisor;
+        const float limited = dividend(gate, inverse, bound, divisor);
+        const float linear = dividend(up, linear_inverse, linear_bound, linear_divisor);
+        const float silu = limited * reciprocal_fast(divisor * linear_divisor) * sigmoid_fast(gate);
+        return silu * (unlimited ? up : linear);
+    }
+
+private:
+    // The limited value of x is the result divided by `divisor`.
+    static __device__ __forceinline__ float dividend(float x, float inverse, float bound, float& divisor) {
+        x = max_nan(min_nan(x, bound), -bound);
+        const float z = x * inverse, square = z * z;
+        divisor = fmaf(fmaf(fmaf(1.44658304e-4f, square, 2.11840487e-2f), square, 0.456629403f), square, 1.f);
+        return x * fmaf(fmaf(fmaf(4.02316957e-6f, square, 2.29969610e-3f), square, 0.123301308f), square, 1.f);
+    }
+};
+
+// The other kinds, as functions of one value; gated kinds multiply the result by up.
 struct ActivationFunction {
     ActivationKind kind;
 

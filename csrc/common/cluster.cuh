@@ -26,21 +26,21 @@ __device__ __forceinline__ int rank() {
 #endif
 }
 
-// Arrival that orders no memory: enough to learn that every CTA of the cluster runs.
+// An arrival that orders no memory: it is enough to learn that every CTA of the cluster runs.
 __device__ __forceinline__ void arrive_relaxed() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 
-// Arrival after which what this thread wrote before is visible to whoever waits.
+// An arrival that releases this thread's earlier writes: they are visible to each thread that waits.
 __device__ __forceinline__ void arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 #endif
 }
 
-// `value` to the place of `local` in the shared memory of CTA `rank`.
+// Stores `value` in the shared memory of CTA `rank`, at the address that `local` has in this CTA's.
 __device__ __forceinline__ void store(float* local, int rank, float value) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\nst.shared::cluster.f32 [there], %2;\n}" ::"r"(
@@ -50,7 +50,7 @@ __device__ __forceinline__ void store(float* local, int rank, float value) {
 #endif
 }
 
-// What lies at the place of `local` in the shared memory of CTA `rank`.
+// Loads from the shared memory of CTA `rank`, at the address that `local` has in this CTA's.
 __device__ __forceinline__ float4 load(const float4* local, int rank) {
     float4 value = {};
 #if __CUDA_ARCH__ >= 900
@@ -77,7 +77,7 @@ class Mailbox {
 public:
     __device__ explicit Mailbox(void* barrier) : barrier_(static_cast<uint64_t*>(barrier)) {}
 
-    // By one thread, before the CTA's arrive_relaxed(): `bytes` will come, once.
+    // One thread calls this before the CTA's arrive_relaxed(). It announces that `bytes` will come, once.
     __device__ __forceinline__ void open(uint32_t bytes) const {
 #if __CUDA_ARCH__ >= 900
         const uint32_t barrier = uint32_t(__cvta_generic_to_shared(barrier_));
@@ -90,7 +90,7 @@ public:
 #endif
     }
 
-    // By one thread, once it has opened: for the next time.
+    // One thread calls this once the mailbox has opened. It announces the next `bytes`.
     __device__ __forceinline__ void reopen(uint32_t bytes) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile("mbarrier.arrive.expect_tx.relaxed.cta.shared::cta.b64 _, [%0], %1;" ::"r"(
@@ -100,8 +100,8 @@ public:
 #endif
     }
 
-    // After wait(): 16 bytes to the place of `local` in the shared memory of CTA `rank`, whose mailbox counts them. Needs no
-    // fence: it does not wait for this thread's other writes.
+    // Call this after wait(). It sends 16 bytes to the shared memory of CTA `rank`, at the address that `local` has in this
+    // CTA's; the mailbox of that CTA counts them. It needs no fence, because it does not wait for this thread's other writes.
     __device__ __forceinline__ void send(uint4* local, int rank, const uint4& value) const {
 #if __CUDA_ARCH__ >= 900
         const uint32_t here = uint32_t(__cvta_generic_to_shared(local)), barrier = uint32_t(__cvta_generic_to_shared(barrier_));
@@ -115,7 +115,7 @@ public:
 #endif
     }
 
-    // The same with 4 bytes.
+    // Sends 4 bytes.
     __device__ __forceinline__ void send(float* local, int rank, float value) const {
 #if __CUDA_ARCH__ >= 900
         const uint32_t here = uint32_t(__cvta_generic_to_shared(local)), barrier = uint32_t(__cvta_generic_to_shared(barrier_));
@@ -129,7 +129,8 @@ public:
 #endif
     }
 
-    // Returns once everything has landed; `parity` is how often it has opened before, mod 2. A CTA must not end before that.
+    // Returns once all bytes have landed; `parity` is how often the mailbox has opened before, mod 2. A CTA must not end before
+    // that.
     __device__ __forceinline__ void receive(uint32_t parity = 0) const {
 #if __CUDA_ARCH__ >= 900
         asm volatile(

@@ -20,7 +20,7 @@ __device__ __forceinline__ __half from_float<__half>(float value) {
     return __float2half_rn(value);
 }
 
-// Two values rounded to nearest even; `low` in the lower half of the word.
+// Two values rounded to nearest even, with `low` in the lower half of the word.
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high);
 template <>

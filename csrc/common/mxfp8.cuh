@@ -4,8 +4,9 @@
 // Blocks, fragments and weight rows are those of mxfp4.cuh, with twice the bytes of codes:
 //   codes   [experts][ceil(rows / 64)][ceil(k / 64)][4096 bytes]
 //   scales  [experts][ceil(rows / 64)][ceil(k / 64)][128 bytes]
-// Thread t of the 128 has 16 bytes at 16 t, words 2 s and 2 s + 1 of them its A fragment of k16 step s (0 and 1), and 16 bytes at
-// 2048 + 16 t, the same of steps 2 and 3. The first word of a step has registers 0 and 1, the second 2 and 3.
+// Thread t of the 128 has 16 bytes at 16 t: words 2 s and 2 s + 1 of them are its A fragment of k16 step s (0 and 1). Its 16
+// bytes at 2048 + 16 t are the fragments of steps 2 and 3. The first word of a step has registers 0 and 1, the second word
+// registers 2 and 3.
 #pragma once
 #include <cstdint>
 
@@ -19,22 +20,23 @@ namespace oxmoe::mxfp8 {
 constexpr int kCodeBytes = 4096, kScaleBytes = mxfp4::kScaleBytes;
 constexpr int kScaled = 32;  // columns that share a scale
 
-// An e4m3 code is s eeee mmm. The bf16 bits  s0000eee emmm0000  are its value * 2^-120, subnormal numbers included, so decoding
-// is: move eight bits into place, then multiply by 2^120 * scale. Both steps are exact. NaN is left to the packer.
+// An e4m3 code is s eeee mmm. The bf16 bits  s0000eee emmm0000  are its value * 2^-120, subnormal numbers included. So decoding
+// moves eight bits into place, then multiplies by 2^120 * scale. Both steps are exact. The packer handles NaN.
 constexpr uint32_t kInPlace = 0x87F087F0;
 
-// Where the packer puts a code so that take() needs 5 instructions for four of them: the first register is in place; of the
-// second, bits 4 to 7 and the sign are 4 bits too low, bits 8 to 10 4 bits too high, where the first has none.
+// The place into which the packer puts a code, so that take() needs 5 instructions for four codes. Codes of the first register
+// are in place. In those of the second, bits 4 to 7 and the sign are 4 bits too low. Their bits 8 to 10 are 4 bits too high,
+// where the first register has none.
 __host__ __device__ constexpr uint32_t place(uint32_t code, int reg, int half) {
     const uint32_t in_place = (code & 0x80) << 8 | (code & 0x7F) << 4;
     return (reg % 2 == 0 ? in_place : (in_place & 0x80F0) >> 4 | (in_place & 0x0700) << 4) << (16 * half);
 }
 
 // The multiplier of scale byte E, value 2^(E - 127), is the bf16 2^(E - 7 - shift): exponent field E + 120 - shift. An expert's
-// shift is 0 while its largest E is at most 134 (a scale of 128), else that E - 134: then the sums are multiplied by 2^shift.
-// Numbers below 2^(shift
-// - 133) lose bits, as bf16 has none there: those of scales below 2^(shift - 124). A group with NaN, its scale 255 or a code of
-// 0x7F, is what mxfp4.cuh makes of a scale that is NaN: the field 255 and the codes 0.
+// shift is 0 if its largest E is at most 134 (a scale of 128). Otherwise the shift is that E - 134, and the sums are multiplied
+// by 2^shift. Numbers below 2^(shift - 133) lose bits, because bf16 has none there; they have scales below 2^(shift - 124). A
+// group with NaN (its scale is 255 or a code is 0x7F) is packed as mxfp4.cuh packs a NaN scale: with the field 255 and the codes
+// 0.
 __host__ __device__ constexpr int shift_of_peak(int peak) { return peak > 134 ? peak - 134 : 0; }
 __host__ __device__ constexpr uint32_t scale_field(int e8m0, int shift) {
     const int field = e8m0 + 120 - shift;
@@ -42,28 +44,29 @@ __host__ __device__ constexpr uint32_t scale_field(int e8m0, int shift) {
 }
 
 #ifdef __CUDACC__
-// A word's codes in place: two of each register.
+// Moves a word's codes into place: each register gets two.
 __device__ __forceinline__ void take(uint32_t word, uint32_t& first, uint32_t& second) {
     first = word & kInPlace;
     second = (word << 4 & 0x80F080F0) | (word >> 4 & 0x07000700);
 }
 
-// ---- activations: groups of 32 bf16 numbers, a quad's, to the bf16 numbers that MXFP8 has for them ----
+// ---- activations: a quad rounds groups of 32 bf16 numbers to the bf16 numbers that MXFP8 has for them ----
 //
-// Scale and codes are those of quantize_group in src/quant/mxfp8.rs; what comes out is code times scale, rounded where bf16 does
-// not hold it, below 2^-133.
+// Scale and codes are those of quantize_group in src/quant/mxfp8.rs. The result is code times scale; it is rounded below 2^-133,
+// where bf16 does not hold it.
 
-// E8M0 from the bits of a bf16 magnitude: 448 is 1.75 * 2^8.
+// The E8M0 byte from the bits of a bf16 magnitude: 448 is 1.75 * 2^8.
 __device__ __forceinline__ int scale_byte(uint32_t magnitude) {
     return magnitude < 0x7F80 ? max((magnitude + 0x1F) >> 7, 8u) - 8 : magnitude == 0x7F80 ? 254 : 255;
 }
 
-// 8 of a group's numbers; the other lanes of the quad have the rest, and all of the warp are here.
+// Rounds 8 of a group's numbers. The other lanes of the quad have the others, and all lanes of the warp call this.
 //
-// A number is rounded to e4m3's steps by adding and taking away again 1.5 times the power of two whose bf16 steps they are: 16
-// times the number's own, at least 2^-2 scales. So that this neither overflows nor gets lost, groups of the largest and smallest
-// scales are multiplied by 2^-64 or 2^64 before, and back. What the scales 0 and 254 stand for becomes 0, an infinity NaN.
-// NOTE: without a call, and not by part of a warp: beside wgmma ptxas would give up uniform registers.
+// A number is rounded to e4m3's steps by adding and subtracting 1.5 times the power of two whose bf16 steps they are. That power
+// is 16 times the number's own, and at least 2^-2 scales. Groups of the largest and smallest scales are multiplied by 2^-64 or
+// 2^64 before, and by the inverse after, so that the sum neither overflows nor is lost. Numbers with the scale 0 or 254 become 0,
+// and an infinity becomes NaN. NOTE: this makes no call, and whole warps execute it: otherwise ptxas would give up uniform
+// registers beside wgmma.
 __device__ __forceinline__ uint4 round_group(const uint4& x) {
     uint32_t pair = larger_magnitudes(larger_magnitudes(x.x, x.y), larger_magnitudes(x.z, x.w));
     pair = larger_magnitudes(pair, __shfl_xor_sync(~0u, pair, 1));
@@ -81,7 +84,7 @@ __device__ __forceinline__ uint4 round_group(const uint4& x) {
         asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(sum), "r"(back));
         return sum;
 #else
-        // The same of what sm_80 has: sums with -0, products with 1 and -1.
+        // sm_80 has only fma: this code adds -0 to products, and multiplies summands by 1 and -1.
         const auto fma = [](uint32_t a, uint32_t b, uint32_t c) {
             uint32_t sum;
             asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
@@ -95,7 +98,7 @@ __device__ __forceinline__ uint4 round_group(const uint4& x) {
     return make_uint4(rounded(x.x), rounded(x.y), rounded(x.z), rounded(x.w));
 }
 
-// What moe/grouped_gemm_packed_sm90.cuh takes.
+// The format's parameter of moe/grouped_gemm_packed_sm90.cuh.
 struct Form {
     static constexpr int kCodeBytes = mxfp8::kCodeBytes, kScaleBytes = mxfp8::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 4;
@@ -124,7 +127,7 @@ struct Form {
     }
 
     static constexpr bool kExchanges = true;
-    // GEMM1's outputs, which have an activation, are GEMM2's tokens. Four neighbouring lanes hold 32 columns of a token.
+    // GEMM1's outputs, which went through the activation, are GEMM2's tokens. Four neighbouring lanes hold 32 columns of a token.
     template <typename Params>
     static __device__ __forceinline__ int of_expert(const Params&, int expert) {
         return expert;

@@ -1,4 +1,4 @@
-// fp32 to 8- and 4-bit floats, to nearest with ties to even, saturating: bit for bit as src/cpu/narrow.rs.
+// fp32 to 8-bit and 4-bit floats, rounded to nearest with ties to even, saturating: bit for bit as src/cpu/narrow.rs.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t e2m1_magnitude(float y) {
     return steps + (power >> 22) - 254;
 }
 
-// NaN gives +6, the type has none.
+// NaN gives +6, because the type has no NaN.
 __device__ __forceinline__ uint32_t e2m1(float x) {
     const uint32_t bits = __float_as_uint(x), magnitude = bits & 0x7FFFFFFFu;
     return magnitude > 0x7F800000u ? 7 : e2m1_magnitude(__uint_as_float(magnitude)) | (bits >> 28 & 8);
@@ -33,7 +33,7 @@ __device__ __forceinline__ uint32_t e4m3(float x) {
     return sign | (((magnitude + 0x7FFFF + (magnitude >> 20 & 1)) >> 20) - (120 << 3));
 }
 
-// Two of them, `low` in the lower byte.
+// Two e4m3 codes, `low` in the lower byte.
 __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
     uint16_t pair;

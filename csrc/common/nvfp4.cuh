@@ -1,4 +1,4 @@
-// Blocks of numbers to e2m1 with a scale each: bit for bit as src/quant/nvfp4.rs.
+// Quantises blocks of numbers to e2m1 with one scale each: bit for bit as src/quant/nvfp4.rs.
 #pragma once
 #include <cstdint>
 
@@ -24,10 +24,10 @@ __device__ __forceinline__ float largest(const float (&x)[kValues]) {
 // The e4m3 scale of a block of NVFP4 whose largest magnitude is amax, in a tensor whose numbers are multiplied by `scale`.
 __device__ __forceinline__ uint32_t nvfp4_scale(float scale, float amax) { return e4m3(scale * (amax * (1.f / 6.f))); }
 
-// What a block's numbers are multiplied by, from the value of its scale.
+// The factor that a block's numbers are multiplied by; `narrow` is the value of the block's scale.
 __device__ __forceinline__ float block_factor(float scale, float narrow) { return narrow != 0 ? __fdiv_rn(scale, narrow) : 0.f; }
 
-// Numbers times `factor` as e2m1, the first in the lowest nibble.
+// The e2m1 codes of numbers times `factor`, the first in the lowest nibble.
 template <int kValues>
 __device__ __forceinline__ uint32_t e2m1_pairs(const float (&x)[kValues], float factor) {
     static_assert(kValues <= 8, "the pairs fill a word");

@@ -1,10 +1,10 @@
 // NVFP4 weights as the GPU kernels hold them: e2m1 codes and block scales of 16 columns, packed so that a thread reads its mma A
 // fragments as one vector and needs 13 instructions for 8 weights, and one or two more for their scales.
 //
-// Blocks, fragments, weight rows and the places of codes are those of mxfp4.cuh, with twice the scales:
+// Blocks, fragments, weight rows and the places of codes are those of mxfp4.cuh; there are twice as many scales:
 //   codes   [experts][ceil(rows / 64)][ceil(k / 64)][2048 bytes]
 //   scales  [experts][ceil(rows / 64)][ceil(k / 64)][256 bytes]
-// A quad shares the two words of scales at 8 (t / 4): word s those of k16 steps 2 s and 2 s + 1.
+// A quad shares the two words of scales at 8 (t / 4): word s has the scales of k16 steps 2 s and 2 s + 1.
 #pragma once
 #include <cstdint>
 
@@ -18,12 +18,13 @@ namespace oxmoe::nvfp4 {
 constexpr int kCodeBytes = mxfp4::kCodeBytes, kScaleBytes = 256;
 constexpr int kScaled = 16;  // columns that share a scale
 
-// A scale is held as a byte of five exponent bits and three of mantissa, which every e4m3 magnitude is a normal number of: with
-// three ones above its exponent it is the bf16 number 2^119 times the scale. A code in place (mxfp4.cuh) is 2^-126 times its
-// value, so products are weights times 2^-7, exactly: six significant bits, from 2^-17 on. Sums are multiplied by kFactor in the
-// end.
+// A scale is held as a byte of five exponent bits and three of mantissa. Every e4m3 magnitude is a normal number of this type.
+// With three ones above its exponent the byte is the bf16 number 2^119 times the scale. A code in place (mxfp4.cuh) is 2^-126
+// times its value, so products are exactly the weights times 2^-7: six significant bits, from 2^-17 on. Sums are multiplied by
+// kFactor in the end.
 //
-// Signs of scales go into the codes. NaN is the byte of infinity with codes of 0, since 0 * inf is NaN; 0 is codes of 0.
+// Signs of scales go into the codes. A NaN scale is the byte of infinity with codes of 0, since 0 * inf is NaN. A scale of 0 has
+// codes of 0.
 constexpr float kFactor = 128;
 constexpr uint32_t kInPlace = 0x0FF00FF0, kExponent = 0x70007000;
 
@@ -38,15 +39,15 @@ __host__ __device__ constexpr uint32_t scale_byte(uint32_t e4m3) {
                              : 0;
 }
 
-// A word of scales: those of its first k16 step in place for bf16, row g's low and row g + 8's high; those of the second rotated
-// right by 8.
+// A word of scales. The scales of its first k16 step are in place for bf16, row g's low and row g + 8's high. The scales of the
+// second step are there after a rotation left by 8.
 __host__ __device__ constexpr uint32_t place_scales(uint32_t g_first, uint32_t g8_first, uint32_t g_second, uint32_t g8_second) {
     const uint32_t first = g_first << 4 | g8_first << 20, second = g_second << 4 | g8_second << 20;
     return first | second >> 8 | second << 24;
 }
 
 #ifdef __CUDACC__
-// What moe/grouped_gemm_packed_sm90.cuh takes. GEMM1's outputs are GEMM2's tokens.
+// The format's parameter of moe/grouped_gemm_packed_sm90.cuh. GEMM1's outputs are GEMM2's tokens.
 struct Form : RoundedOutputs {
     static constexpr int kCodeBytes = nvfp4::kCodeBytes, kScaleBytes = nvfp4::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 8;
@@ -60,7 +61,7 @@ struct Form : RoundedOutputs {
     static constexpr int kGroupSteps = 1;
     static __device__ __forceinline__ uint32_t multipliers(const Scales& scales, int group) {
         const uint32_t word = group / 2 ? scales.y : scales.x;
-        // NOTE: in asm: with two constants ptxas makes two instructions of it.
+        // NOTE: this is in asm, because with two constants ptxas makes two instructions of it.
         uint32_t pair;
         asm("lop3.b32 %0, %1, %2, %3, 0xEA;"
             : "=r"(pair)

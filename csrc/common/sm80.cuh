@@ -21,7 +21,7 @@ __device__ __forceinline__ void copy_16_async(uint32_t to, const void* from, boo
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Returns when at most `Unfinished` of this thread's groups are unfinished.
+// Returns when at most `Unfinished` of this thread's copy groups are unfinished.
 template <int Unfinished>
 __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Unfinished) : "memory");
@@ -46,8 +46,8 @@ __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
 
 // ---- matrices ----
 
-// Four (two) 8 x 8 tiles of 16-bit elements; lane l gives the address of row l % 8 of tile l / 8, and gets elements 2c, 2c + 1 of
-// row l / 4 of every tile (c = l % 4).
+// Loads four (or two) 8 x 8 tiles of 16-bit elements. Lane l gives the address of row l % 8 of tile l / 8, and gets elements 2c,
+// 2c + 1 of row l / 4 of every tile (c = l % 4).
 __device__ __forceinline__ void load_matrix_4(uint32_t (&tiles)[4], uint32_t row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(tiles[0]), "=r"(tiles[1]), "=r"(tiles[2]), "=r"(tiles[3])
@@ -61,15 +61,16 @@ __device__ __forceinline__ void load_matrix_2(uint32_t (&tiles)[2], uint32_t row
                  : "memory");
 }
 
-// Transposes an 8 x 8 tile: the lane that held elements 2c, 2c + 1 of row g gets those of column g.
+// Transposes an 8 x 8 tile: the lane that held elements 2c, 2c + 1 of row g gets elements 2c, 2c + 1 of column g.
 __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
     uint32_t turned;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
     return turned;
 }
 
-// sums (16 x 8) += a (16 x 16) b (16 x 8). Lane: a[0] row g, k 2c, 2c + 1; a[1] row g + 8; a[2], a[3] the same with k + 8; b0
-// column g, k 2c, 2c + 1; b1 k + 8; sums[0], [1] row g, columns 2c, 2c + 1; sums[2], [3] row g + 8.
+// sums (16 x 8) += a (16 x 16) b (16 x 8). A lane holds, with g = lane / 4 and c = lane % 4: a[0] row g, k 2c, 2c + 1; a[1] row
+// g + 8; a[2], a[3] these rows with k + 8; b0 column g, k 2c, 2c + 1; b1 k + 8; sums[0], [1] row g, columns 2c, 2c + 1; sums[2],
+// [3] row g + 8.
 template <typename Element>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (std::is_same_v<Element, __half>) {

@@ -1,5 +1,6 @@
-// wgmma m64nNk16, B from shared memory, fp32 sums: A from shared memory for N = 16, 24, ... 192, and, in bf16, from registers for
-// N = 8, 16, ... 128 and 144, 160, ... 256; m64nNk32 of e4m3 with A from registers for the same N.
+// wgmma m64nNk16 with B from shared memory and fp32 sums. A comes from shared memory for N = 16, 24, ... 192. In bf16 it also
+// comes from registers, for N = 8, 16, ... 128 and 144, 160, ... 256. For the latter N there is also m64nNk32 of e4m3 with A from
+// registers.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -7,7 +8,7 @@
 
 namespace oxmoe::sm90 {
 
-// Before the first wgmma, and whenever registers that a wgmma accumulates into were written by other instructions.
+// Call this before the first wgmma, and whenever other instructions wrote registers that a wgmma accumulates into.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Returns when at most `Pending` committed groups are unfinished.
@@ -16,11 +17,11 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Descriptor of a K-major operand in the 128-byte swizzle: rows of 128 bytes, 8 rows = one atom of 1024 bytes (1024-byte
-// aligned), the 16-byte chunk c of row r lies at chunk c ^ (r % 8). `offset` in bytes; one k16 step is + 32.
+// The descriptor of a K-major operand in the 128-byte swizzle. It has rows of 128 bytes; 8 rows are one atom of 1024 bytes
+// (1024-byte aligned). The 16-byte chunk c of row r lies at chunk c ^ (r % 8). `offset` is in bytes; one k16 step is + 32.
 //   bits 0-13 address / 16, bits 16-29 leading offset (unused, 1), bits 32-45 distance of atoms / 16 = 64, bits 62-63 1 =
 //   128-byte swizzle
-// NOTE: added in 32 bits, so that the upper half stays a constant: 64-bit additions cost instructions in the main loop.
+// NOTE: the sum is made in 32 bits, so that the upper half stays a constant: 64-bit additions cost instructions in the main loop.
 __device__ __forceinline__ uint64_t descriptor_128b(uint32_t address, uint32_t offset) {
     constexpr uint32_t upper = 1u << 30 | 64, leading = 1u << 16;
     uint64_t descriptor;
@@ -28,17 +29,20 @@ __device__ __forceinline__ uint64_t descriptor_128b(uint32_t address, uint32_t o
     return descriptor;
 }
 
-// d[64 x N] += a[64 x 16] b[N x 16]^T by one warpgroup; `keep` false overwrites d. Lane l of warp w, g = l / 4, c = l % 4:
+// d[64 x N] += a[64 x 16] b[N x 16]^T by one warpgroup; `keep` false overwrites d. Lane l of warp w, with g = l / 4 and c =
+// l % 4, has:
 //   d[4 j], d[4 j + 1]: row 16 w + g, columns 8 j + 2 c, + 1        d[4 j + 2], d[4 j + 3]: row 16 w + g + 8
 template <typename Element, int N>
 struct Wgmma;
 
-// The same with a from registers: a[0] row g, columns 2 c, + 1; a[1] row g + 8; a[2], a[3] the same rows, columns + 8.
+// d[64 x N] += a[64 x 16] b[N x 16]^T with a from registers: a[0] row g, columns 2 c, + 1; a[1] row g + 8; a[2], a[3] these rows,
+// columns + 8.
 template <int N>
 struct WgmmaFromRegisters;
 
-// d[64 x N] += a[64 x 32] b[N x 32]^T in e4m3, sums kept to 14 bits: a[0] row g, columns 4 c to 4 c + 3, the first in the low
-// byte; a[1] row g + 8; a[2], a[3] the same rows, columns + 16. Descriptors as above, one k32 step is + 32.
+// d[64 x N] += a[64 x 32] b[N x 32]^T in e4m3 with a from registers; sums are kept to 14 bits. a[0] has row g, columns 4 c to
+// 4 c + 3, the first in the low byte; a[1] row g + 8; a[2], a[3] these rows, columns + 16. Descriptors are those of
+// descriptor_128b; one k32 step is + 32.
 template <int N>
 struct WgmmaE4m3FromRegisters;
 
@@ -111,7 +115,7 @@ struct WgmmaE4m3FromRegisters;
 #define SUMS128 SUMS124, SUMS4_AT(124)
 // clang-format on
 
-// COUNT = N / 2 sums; A, B, KEEP: the operand numbers after them.
+// There are COUNT = N / 2 sums. A, B and KEEP are the operand numbers after them.
 #define DEFINE_WGMMA_OF(ELEMENT, NAME, N, COUNT, A, B, KEEP)                                                   \
     template <>                                                                                                \
     struct Wgmma<ELEMENT, N> {                                                                                 \
@@ -150,7 +154,7 @@ DEFINE_WGMMA(168, 84, 84, 85, 86)
 DEFINE_WGMMA(176, 88, 88, 89, 90)
 DEFINE_WGMMA(184, 92, 92, 93, 94)
 DEFINE_WGMMA(192, 96, 96, 97, 98)
-// A0 ... A3, B: the operand numbers after the sums.
+// A0 to A3 and B are the operand numbers after the sums.
 #define DEFINE_WGMMA_FROM_REGISTERS_OF(NAME, TYPE, TRANSPOSED, N, COUNT, A0, A1, A2, A3, B)             \
     template <>                                                                                         \
     struct NAME<N> {                                                                                    \

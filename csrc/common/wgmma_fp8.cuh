@@ -1,7 +1,7 @@
 // wgmma m64nNk32 of e4m3, both operands from shared memory, for N = 16, 32, 48, 64 and 128. Fences, descriptors and the layout of
-// d are wgmma.cuh's; a k32 step is 32 bytes, as a k16 step of 16-bit elements.
+// d are those of wgmma.cuh. A k32 step is 32 bytes, like a k16 step of 16-bit elements.
 //
-// NOTE: the sums keep 14 bits, within an instruction and from one to the next: longer sums are for the caller to add in fp32.
+// NOTE: the sums keep 14 bits, within an instruction and from one to the next. The caller adds longer sums in fp32.
 #pragma once
 #include <cstdint>
 
@@ -35,7 +35,7 @@ struct WgmmaE4m3;
 #define SUMS64 SUMS56, SUMS8_AT(56)
 // clang-format on
 
-// COUNT = N / 2 sums; A, B, KEEP: the operand numbers after them.
+// There are COUNT = N / 2 sums. A, B and KEEP are the operand numbers after them.
 #define DEFINE_WGMMA_E4M3(N, COUNT, A, B, KEEP)                                                                           \
     template <>                                                                                                           \
     struct WgmmaE4m3<N> {                                                                                                 \
@@ -56,7 +56,7 @@ DEFINE_WGMMA_E4M3(128, 64, 64, 65, 66)
 #undef MODE
 #define MODE "="
 
-// d[64 x 128] = a[64 x 32] b[128 x 32]^T: what d was does not count, and needs no registers.
+// d[64 x 128] = a[64 x 32] b[128 x 32]^T. The old value of d does not count, and needs no registers.
 __device__ __forceinline__ void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) {
     asm volatile(
         "{\n.reg .pred keep;\nsetp.ne.b32 keep, 0, 0;\n"

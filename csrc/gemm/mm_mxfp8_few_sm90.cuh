@@ -1,12 +1,12 @@
-// Dense MXFP8 GEMM for up to 32 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T, both e4m3 with a scale
-// for 32 columns.
+// Dense MXFP8 GEMM for up to 32 tokens on Hopper with scales on the sums: out[m, n] = a[m, k] b[n, k]^T. a and b are e4m3 with
+// one scale for 32 columns.
 //
-// e4m3 is exact in f16, two numbers an instruction. A group of 32 K is two mma whose sums begin at zero; they are added to the
-// fp32 sums times both scales, so that no operand is ever scaled. A warp owns a part of K, its ring and its scales: there is no
-// barrier before the end of a pass.
+// e4m3 is exact in f16, and an instruction converts two numbers. A group of 32 K is two mma whose sums begin at zero. They are
+// added to the fp32 sums times both scales, so no operand is ever scaled. A warp owns a part of K, its ring and its scales: there
+// is no barrier before the end of a pass.
 //
-// CTAs are as many as run at once and have equally many rows of b, in passes of up to 16 RowTiles. Rings go on from pass to
-// pass. Which groups are added one after the other depends on k alone. Needs k % 32 == 0, a and b aligned to 16 bytes.
+// There are as many CTAs as run at once. They have equally many rows of b, in passes of up to 16 RowTiles. Rings go on from pass
+// to pass. The order in which groups are added depends on k alone. Needs k % 32 == 0, a and b aligned to 16 bytes.
 // Grid: CTAs of p.passes passes of p.pass_rows rows, a multiple of 4.
 #pragma once
 #include <cstdint>
@@ -21,18 +21,18 @@ namespace oxmoe {
 template <int Tokens, int RowTiles, int Stages>
 struct MmMxfp8FewSm90 {
     static constexpr int kWarps = 8, kThreads = 32 * kWarps, kRows = 16 * RowTiles, kTokenTiles = Tokens / 8;
-    // K of a stage: two groups, a chunk of 16 bytes for each of four lanes.
+    // K of a stage: two groups, with a chunk of 16 bytes for each of four lanes.
     static constexpr int kStageK = 64, kStageRows = kRows + Tokens, kStageBytes = kStageRows * kStageK;
-    // Whose scales a warp fetches at a time.
+    // Rows whose scales a warp fetches at a time.
     static constexpr int kScaleRows = kRows < 32 ? kRows : 32;
-    // Loads of a lane on their way together: those of 1024 K of 32 rows.
+    // Loads of a lane in flight at once: the scales of 1024 K of 32 rows.
     static constexpr int kScalesAtOnce = 8;
-    // Stages of one row tile are multiplied in pairs: one is too few products to cover their latency.
+    // Stages of one row tile are multiplied in pairs, because one stage has too few products to cover their latency.
     static constexpr bool kTwoAtOnce = RowTiles == 1 && Stages > 4;
     // Rows whose sums are in shared memory at a time.
     static constexpr int kSumRows = kScaleRows, kPitch = kSumRows + 4;
     static constexpr int kRingBytes = kWarps * Stages * kStageBytes, kSumBytes = kWarps * Tokens * kPitch * 4;
-    // Scales come behind: what k needs.
+    // Bytes without the scales, which come after them; the bytes of the scales depend on k.
     static constexpr int kSharedBytes = kRingBytes + kSumBytes;
     static_assert(Tokens <= 32, "a lane has a token's scales");
 
@@ -47,12 +47,12 @@ struct MmMxfp8FewSm90 {
         const uint32_t ring = warp * Stages * kStageBytes;
         uint8_t* const scales = shared + kSharedBytes + warp * ((blocks + kWarps - 1) / kWarps) * kStageRows * 2;
 
-        // L2 is where others' writes arrive, so nothing old can be met there.
+        // Prefetches go to L2, where other kernels' writes arrive, so they cannot keep old data.
         prefetch_scales(p, first_row, first, count, lane);
         pdl::wait();
         pdl::launch_dependents();
 
-        // Four neighbouring lanes copy 64 bytes of a row. Row r has group j's 32 bytes at j ^ r / 2 % 2.
+        // Four neighbouring lanes copy 64 bytes of a row. Row r has the 32 bytes of group j at position j ^ r / 2 % 2.
         const int row_of_eight = lane / 4, chunk = lane % 4;
         const uint32_t to =
             sm80::shared_address(shared) + ring + row_of_eight * kStageK + (chunk ^ row_of_eight / 2 % 2 * 2) * 16;
@@ -78,7 +78,7 @@ struct MmMxfp8FewSm90 {
                 next_a -= count * kStageK, k_left += count * kStageK;
             }
         };
-        // Stages that are not yet asked for.
+        // Stages whose copies have not started.
         int left = passes * count;
 #pragma unroll 1
         for (int i = 0; i < Stages - (kTwoAtOnce ? 2 : 1); ++i) {
@@ -91,7 +91,7 @@ struct MmMxfp8FewSm90 {
         int slot = 0;
 #pragma unroll 1
         for (int pass = 0, row = first_row; pass < passes; ++pass, row += pass_rows) {
-            // The pass before is done with its scales.
+            // The previous pass has finished with its scales after this barrier.
             __syncwarp();
             bool extreme = extreme_tokens;
 #pragma unroll 1
@@ -100,7 +100,7 @@ struct MmMxfp8FewSm90 {
                 extreme |= of_b.template keep<kScaleRows>(scales + part * 2, first, count);
             }
             if (pass + 1 < passes) prefetch_scales(p, row + pass_rows, first, count, lane);
-            // Sums of other rows may take the long way: results are the same.
+            // The whole warp takes the slow path if one lane needs it: the results of other rows are the same on both paths.
             extreme = __any_sync(0xFFFFFFFF, extreme);
 
             float sums[RowTiles][kTokenTiles][4] = {};
@@ -116,7 +116,7 @@ struct MmMxfp8FewSm90 {
                 };
                 int block = 0;
                 if constexpr (kTwoAtOnce) {
-                    // Both stages before this one are free again: they were multiplied together.
+                    // Both stages before this one are free again, because they were multiplied together.
 #pragma unroll 1
                     for (; block + 1 < count; block += 2) {
                         sm80::copy_wait<Stages - 4>();
@@ -128,7 +128,7 @@ struct MmMxfp8FewSm90 {
 #pragma unroll 1
                 for (; block < count; ++block) {
                     sm80::copy_wait<kTwoAtOnce ? Stages - 3 : Stages - 2>();
-                    __syncwarp();  // all lanes' copies have landed, and all have read what is written next
+                    __syncwarp();  // all lanes' copies have landed, and all lanes have read the stage that is written next
                     refill(kTwoAtOnce ? 2 : 1);
                     part(block);
                 }
@@ -143,15 +143,16 @@ struct MmMxfp8FewSm90 {
     }
 
 private:
-    // Scales of up to 32 rows. They are fetched four groups at a time, as tiles have them, and kept by stages of two.
+    // Scales of up to 32 rows. They are fetched four groups at a time, as scale tiles hold them, and kept in pairs, one pair for
+    // each stage.
     struct Scales {
         const uint8_t* row;
         int groups, lane;
-        // From a group to the next, and to the fourth after it.
+        // Distances from a group to the next one, and to the fourth one after it.
         int64_t one, four;
         bool words;
 
-        // A row that does not exist has the last one's.
+        // A lane whose row does not exist takes the last row.
         __device__ __forceinline__ Scales(const ScaleView& view, int first, int rows, int k, int lane, int lanes)
             : groups(k / mxfp8_dense::kGroup), lane(lane), one(view.tile_rows ? 1 : view.block_stride), four(four_blocks(view)) {
             row = scale_address(view, min(first + lane % lanes, rows - 1), 0, groups);
@@ -165,13 +166,13 @@ private:
             for (int i = first / 2 + lane / Rows; i < (first + count + 1) / 2; i += 32 / Rows) prefetch(row + i * four);
         }
 
-        // The bytes of stages [first, first + count). Whether one is 2^64 times from 1, more, or a special one.
+        // Stores the scale bytes of stages [first, first + count). Returns whether a scale is special or outside 2^-63 to 2^64.
         template <int Rows>
         __device__ __forceinline__ bool keep(uint8_t* to, int first, int count) const {
             if (words) {
                 return keep_by<Rows, kScalesAtOnce>(to, first, count, [&](int quad) {
                     const uint32_t bytes = *reinterpret_cast<const uint32_t*>(row + quad * four);
-                    // What pads a tile's last four may be anything.
+                    // The padding of a tile's last four scales may have any value.
                     const int left = groups - 4 * quad;
                     return left >= 4 ? bytes : (bytes & ((1u << 8 * left) - 1)) | 0x7F7F7F7Fu << 8 * left;
                 });
@@ -186,7 +187,7 @@ private:
         }
 
     private:
-        // `load`: the bytes of four groups; what is none of the row's multiplies zeros.
+        // `load` returns the scale bytes of four groups. Bytes beyond the row's groups multiply zeros.
         template <int Rows, int AtOnce, typename Load>
         __device__ __forceinline__ bool keep_by(uint8_t* to, int first, int count, Load load) const {
             constexpr int kStep = 32 / Rows;
@@ -210,14 +211,15 @@ private:
         }
     };
 
-    // A byte as what it stands for.
+    // The value of a scale byte.
     template <bool AnySize>
     static __device__ __forceinline__ float scale(uint32_t bytes, int group) {
         const uint32_t byte = group ? bytes >> 8 & 0xFF : bytes & 0xFF;
         return AnySize ? mxfp8_dense::scale_value(byte) : __uint_as_float(byte << 23);
     }
 
-    // sum + part x a x b. Of either side of 1, a x b has a place in fp32; else one product after the other ends where they do.
+    // sum + part x a x b. If a and b lie on different sides of 1, fp32 holds a x b. Otherwise the product is multiplied by one
+    // after the other, which ends where the exact result does.
     template <bool AnySize>
     static __device__ __forceinline__ float add(float sum, float part, float a, float b) {
         if (!AnySize) return fmaf(part * a, b, sum);
@@ -225,7 +227,7 @@ private:
         return fmaf(part * (apart ? a * b : a), apart ? 1.f : b, sum);
     }
 
-    // Two e4m3 words: their numbers as f16, the first and the second two of each.
+    // Converts the four e4m3 numbers of a word to f16: `low` gets the first two, `high` the last two.
     static __device__ __forceinline__ void decode(uint32_t word, uint32_t& low, uint32_t& high) {
         asm("{\n.reg .b16 first, second;\n"
             "mov.b32 {first, second}, %2;\n"
@@ -235,7 +237,8 @@ private:
             : "r"(word));
     }
 
-    // A stage: 64 K of kRows rows of b and of the tokens behind them. Lane c has 8 neighbouring K of each group, 4 a step.
+    // Multiplies a stage: 64 K of kRows rows of b, and of the tokens after them. Lane c has 8 neighbouring K of each group, 4 for
+    // each step.
     template <bool AnySize>
     static __device__ __forceinline__ void multiply(float (&sums)[RowTiles][kTokenTiles][4], const uint8_t* stage,
                                                     const uint8_t* scales, int g, int c) {
@@ -290,7 +293,7 @@ private:
         constexpr int kTiles = kSumRows / 16, kFours = kSumRows / 4;
 #pragma unroll
         for (int part = 0; part < RowTiles; part += kTiles) {
-            if (part > 0 || !free) __syncthreads();  // the sums before these are read
+            if (part > 0 || !free) __syncthreads();  // the previous sums have been read
 #pragma unroll
             for (int r = 0; r < kTiles; ++r) {
 #pragma unroll

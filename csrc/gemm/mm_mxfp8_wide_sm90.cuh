@@ -1,8 +1,9 @@
-// Dense MXFP8 GEMM for many tokens on Hopper: b is wgmma's A, decoded to bf16 in registers, 64 rows a warpgroup; tokens are its
-// N. MmMxfp8Tokens makes bf16 rows of a first, in the order that they have in shared memory.
+// Dense MXFP8 GEMM for many tokens on Hopper. b is wgmma's A, decoded to bf16 in registers, 64 rows for each warpgroup; tokens
+// are wgmma's N. MmMxfp8Tokens first converts a to bf16 rows, in the order that they have in shared memory.
 //
-// A stage is 128 K: rows of b in the 128-byte swizzle, by cp.async, and tokens in one bulk copy. One warpgroup decodes while
-// another multiplies. Tiles, or parts of their K, are shared as MmShare says. Grid: a CTA a multiprocessor at most, or clusters.
+// A stage is 128 K: rows of b in the 128-byte swizzle, copied by cp.async, and tokens in one bulk copy. One warpgroup decodes
+// while another multiplies. MmShare divides tiles, or parts of their K, among CTAs. Grid: at most one CTA for each
+// multiprocessor, or clusters.
 //
 // Needs k % 32 == 0, a and b aligned to 16 bytes.
 #pragma once
@@ -17,17 +18,17 @@
 
 namespace oxmoe {
 
-// K blocks [first, last) of a tile.
+// The K blocks [first, last) of a tile.
 struct MmSegment {
     int tile, first, last;
 };
 
-// What a CTA multiplies, segment after segment. A cluster's CTAs share the K of one tile. Else the first `shared_tiles`, which
-// would leave CTAs idle in the end, are cut into as many runs of K blocks as there are CTAs, and of the others each has whole
-// ones.
+// The segments that a CTA multiplies, one after the other. The CTAs of a cluster share the K of one tile. Without clusters, the
+// first `shared_tiles` tiles would leave CTAs idle in the end: they are cut into as many runs of K blocks as there are CTAs. The
+// CTAs take the other tiles whole.
 //
-// A run goes from its end to its beginning: so whoever begins a tile has done that before anything else, and the CTA that ends
-// it, with a higher number, adds what it finds (`MmMxfp8WideSm90::add_others`).
+// A run goes from its end to its beginning. So the CTA with a tile's first blocks multiplies them before anything else. The CTA
+// with the tile's last blocks has a higher number, and adds the sums that it finds (`MmMxfp8WideSm90::add_others`).
 class MmShare {
     const int blocks_, shared_tiles_, tiles_;
     int first_, end_, whole_;
@@ -52,7 +53,7 @@ public:
         return in_tile <= kLeast ? at - in_tile : in_tile >= blocks_ - kLeast ? at - in_tile + blocks_ : at;
     }
 
-    // Tile -1: there is none left.
+    // Returns the next segment. Its tile is -1 if there is none left.
     __device__ __forceinline__ MmSegment next() {
         MmSegment segment = {-1, 0, 0};
         if (first_ < end_) {
@@ -63,7 +64,7 @@ public:
             segment = {whole_, 0, blocks_};
             whole_ += gridDim.x;
         }
-        // The same in all lanes, but ptxas must know: then loops and descriptors live in uniform registers.
+        // The segment is the same in all lanes, but ptxas must know that: then loops and descriptors live in uniform registers.
         segment.tile = __shfl_sync(0xFFFFFFFF, segment.tile, 0);
         segment.first = __shfl_sync(0xFFFFFFFF, segment.first, 0);
         segment.last = __shfl_sync(0xFFFFFFFF, segment.last, 0);
@@ -74,9 +75,9 @@ public:
 template <int Tokens, int Consumers, int Stages>
 struct MmMxfp8WideSm90 {
     static constexpr int kThreads = 128 * (1 + Consumers), kRows = 64 * Consumers;
-    static constexpr int kTokenBytes = Tokens * 128;  // of 64 K
+    static constexpr int kTokenBytes = Tokens * 128;  // bytes of 64 K of the tokens
     static constexpr int kPitch = kRows + 4;
-    static constexpr int kGroupBlocks = 8;  // row blocks that neighbouring CTAs share tokens in
+    static constexpr int kGroupBlocks = 8;  // row blocks of a group, whose CTAs share tokens
     static constexpr int kPassRows = 16;
 
     struct alignas(1024) Stage {
@@ -109,7 +110,7 @@ struct MmMxfp8WideSm90 {
         if (threadIdx.x < 128) {
             if constexpr (Consumers > 1) sm90::registers_decrease<kProducerRegisters>();
             produce(p, shared, work);
-            if (p.splits > 1) __syncthreads();  // consume()'s
+            if (p.splits > 1) __syncthreads();  // the barrier in consume()
         } else {
             if constexpr (Consumers > 1) sm90::registers_increase<kConsumerRegisters>();
             consume(p, shared, work);
@@ -132,7 +133,7 @@ private:
         __device__ __forceinline__ explicit Grid(const MmMxfp8Params& p)
             : row_blocks((p.n + kRows - 1) / kRows), token_tiles((p.m + Tokens - 1) / Tokens), blocks(mxfp8_dense::k_blocks(p)) {}
 
-        // Row blocks in groups, token tiles, row blocks of a group.
+        // Tiles are ordered by group of row blocks, then by token tile, then by row block of the group.
         __device__ __forceinline__ Tile at(int tile) const {
             const int group = tile / (kGroupBlocks * token_tiles), of_group = tile - group * kGroupBlocks * token_tiles;
             const int group_blocks = min(kGroupBlocks, row_blocks - group * kGroupBlocks);
@@ -140,7 +141,7 @@ private:
         }
     };
 
-    // What a CTA has before it: each role walks through it alone.
+    // The segments that a CTA has left. Each role walks through its own copy.
     struct Work {
         Grid grid;
         MmShare share;
@@ -202,7 +203,7 @@ private:
             const MmSegment segment = work.segment;
             const Tile tile = work.tile;
             work.advance();
-            scales.begin(p, work);  // on their way while sums are stored
+            scales.begin(p, work);  // loads of scales are in flight while sums are stored
             if (segment.last < work.grid.blocks) {
                 hand_over(p, sums);
                 continue;
@@ -217,8 +218,8 @@ private:
                 store_fp32(p, tile.token_tile * Tokens, first_row, sums);
         }
         if (p.splits == 1) return;
-        // All stages have been read; nothing is on its way into one. NOTE: of all threads: after one of the consumers alone
-        // racecheck does not see the barrier between these sums and their readers.
+        // All stages have been read, and no copy into one is in flight. NOTE: this is a barrier of all threads. If only the
+        // consumers met at a barrier, racecheck would not see it between these sums and their readers.
         __syncthreads();
         float* const at = shared.sums + 2 * (threadIdx.x % 4) * kPitch + own_row();
 #pragma unroll
@@ -228,13 +229,13 @@ private:
         }
     }
 
-    // Of eight rows and of the tile: a lane has this one and the one 8 after it.
+    // lane_row() is a lane's row of eight, own_row() its row of the tile. The lane also has the row 8 after it.
     static __device__ __forceinline__ int lane_row() { return threadIdx.x % 32 / 4; }
     static __device__ __forceinline__ int own_row() {
         return (threadIdx.x / 128 - 1) * 64 + threadIdx.x % 128 / 32 * 16 + lane_row();
     }
 
-    // The scales of a lane's rows for its columns, a block ahead.
+    // The scales of a lane's rows for its columns, loaded one block ahead.
     struct Scales {
         const uint8_t* rows[2];
         int64_t step;
@@ -256,18 +257,18 @@ private:
         }
     };
 
-    // sums = the segment's products.
+    // Sets sums to the products of a segment.
     static __device__ __forceinline__ void multiply(const MmMxfp8Params& p, Shared& shared, const MmSegment& segment,
                                                     Scales& scales, RingPosition<Stages>& ring, float (&sums)[Tokens / 2]) {
         using namespace mxfp8_dense;
 #pragma unroll
         for (int i = 0; i < Tokens / 2; ++i) asm volatile("mov.b32 %0, 0;" : "=f"(sums[i]));
-        // Where the thread's first row has its chunks; the other one is 8 rows on, in the same order.
+        // Offsets of the thread's chunks in its first row. Its second row is 8 rows on, with its chunks in the same order.
         uint32_t mine[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             mine[half] = own_row() * 128 + ((2 * (threadIdx.x % 4) + half) ^ lane_row()) * 16;
-            asm volatile("" : "+r"(mine[half]));  // kept, not made anew for each block
+            asm volatile("" : "+r"(mine[half]));  // keeps it in a register instead of computing it for each block
         }
         int previous = 0;
 #pragma unroll 1
@@ -302,7 +303,8 @@ private:
         sm90::barrier_arrive(&shared.empty[previous]);
     }
 
-    // Where the CTA's warpgroup leaves sums of a tile that another one ends: vectors of four, each thread's Tokens / 8 128 apart.
+    // The sums that a warpgroup of CTA `cta` leaves for the CTA that ends their tile. They are vectors of four; each thread has
+    // Tokens / 8 of them, 128 vectors apart.
     static __device__ __forceinline__ float4* left_by(const MmMxfp8Params& p, int cta) {
         const int64_t warpgroup = int64_t(cta) * Consumers + threadIdx.x / 128 - 1;
         return reinterpret_cast<float4*>(p.partial_sums) + warpgroup * (Tokens / 8) * 128 + threadIdx.x % 128;
@@ -319,14 +321,14 @@ private:
         if (threadIdx.x % 128 == 0) counter::add_only(arrived(p, blockIdx.x));
     }
 
-    // Adds what others have of the tile, from the nearest on: a fixed order.
+    // Adds the sums that other CTAs have of the tile, from the nearest CTA on: the order is fixed.
     static __device__ __forceinline__ void add_others(const MmMxfp8Params& p, const MmShare& share, const MmSegment& segment,
                                                       int blocks, float (&sums)[Tokens / 2]) {
         if (segment.first == 0) return;
         const int start = segment.tile * blocks;
         for (int cta = blockIdx.x, first = start + segment.first; first > start;) {
             first = share.begin_of(--cta);
-            if (first == share.begin_of(cta + 1)) continue;  // it has none
+            if (first == share.begin_of(cta + 1)) continue;  // this CTA's run is empty
             counter::wait_for_in_warp(arrived(p, cta), 1);
             const float4* const from = left_by(p, cta);
 #pragma unroll
@@ -337,8 +339,8 @@ private:
         }
     }
 
-    // The warp's 16 rows from first_row on. 8 x 8 tiles are turned, so that a lane has two neighbouring rows of a token, and a
-    // quad exchanges those of two tokens, so that it has eight.
+    // Stores the warp's 16 rows from first_row on. 8 x 8 tiles are transposed, so that a lane has two neighbouring rows of a
+    // token. Then a quad exchanges pairs of rows of two tokens, so that a lane has eight rows of a token.
     template <typename Element>
     static __device__ __forceinline__ void store(const MmMxfp8Params& p, int first_token, int first_row,
                                                  const float (&sums)[Tokens / 2]) {
@@ -363,7 +365,7 @@ private:
         }
     }
 
-    // words[j] of lane c of a quad to words[c] of lane j.
+    // Exchanges words in a quad: words[j] of lane c becomes words[c] of lane j.
     static __device__ __forceinline__ void exchange_in_quad(uint32_t (&words)[4], int c) {
 #pragma unroll
         for (int distance = 1; distance < 4; distance *= 2) {
@@ -391,8 +393,8 @@ private:
     }
 };
 
-// a as MmMxfp8WideSm90 reads it: [token tiles][blocks of 128 K][2][tile_tokens][64] bf16 in the 128-byte swizzle, zeros beyond m
-// and k. A thread makes 8 numbers. Grid: any.
+// Converts a to what MmMxfp8WideSm90 reads: [token tiles][blocks of 128 K][2][tile_tokens][64] bf16 in the 128-byte swizzle, with
+// zeros beyond m and k. A thread converts 8 numbers. Grid: any.
 struct MmMxfp8Tokens {
     static constexpr int kThreads = 256;
     static constexpr int kSharedBytes = 0;
@@ -406,7 +408,7 @@ struct MmMxfp8Tokens {
             for (int i = threadIdx.x; i < p.arrivals; i += kThreads) p.arrived[i] = 0;
         const int64_t units = int64_t(tiles) * p.tile_tokens * blocks * 16;
         for (int64_t unit = int64_t(blockIdx.x) * kThreads + threadIdx.x; unit < units; unit += int64_t(gridDim.x) * kThreads) {
-            // Neighbouring threads: chunks of a row, rows, halves of a block, blocks.
+            // Neighbouring threads take chunks of a row, then rows, halves of a block, and blocks.
             const int place = unit % 8, chunk = place ^ (unit / 8 % 8);
             const int64_t rows = unit / 8;
             const int in_tile = rows % p.tile_tokens, half = rows / p.tile_tokens % 2;

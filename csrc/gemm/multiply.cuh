@@ -1,11 +1,11 @@
-// What the loops that multiply with wgmma begin with.
+// The beginning of the loops that multiply with wgmma.
 #pragma once
 
 namespace oxmoe {
 
 // Makes sums 0.
-// NOTE: all of them, also where a narrow tile leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In asm, else
-// every width gets its own copy of the zeroing.
+// NOTE: this clears all sums, also those that a narrow tile does not use: ptxas serializes wgmma on undefined sums (C7515). It is
+// in asm, because otherwise every width gets its own copy of the zeroing.
 template <int N>
 __device__ __forceinline__ void clear(float (&sums)[N]) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// What the dense MXFP8 kernels share: scales, e4m3 with its scale as bf16, the order of K, and the way of the sums to memory.
+// Code that the dense MXFP8 kernels share: scales, e4m3 with its scale as bf16, the order of K, and the stores of sums.
 //
-// K of bf16 operands goes by blocks of 128, and lane c of four has the 32 columns of group c, which share a scale. Step s of
-// eight multiplies bytes 4 s to 4 s + 3 of each lane: the first two are its elements 2 c, 2 c + 1 of the mma, the others 2 c + 8,
-// + 9. Both operands are ordered so.
+// K of bf16 operands goes by blocks of 128. Lane c of four has the 32 columns of group c, which share a scale. Step s of eight
+// multiplies bytes 4 s to 4 s + 3 of each lane. The first two bytes are the lane's elements 2 c, 2 c + 1 of the mma, the others
+// its elements 2 c + 8, 2 c + 9. Both operands have this order.
 #pragma once
 #include <cstdint>
 
@@ -14,16 +14,16 @@ namespace oxmoe::mxfp8_dense {
 
 constexpr int kGroup = 32, kBlockK = 128, kBlockGroups = kBlockK / kGroup;
 
-// At least one: without K sums are those of a block of zeros.
+// Blocks of K, at least one: if k is 0, the sums are those of a block of zeros.
 __device__ __forceinline__ int k_blocks(const MmMxfp8Params& p) { return max((p.k + kBlockK - 1) / kBlockK, 1); }
 
-// 2^(byte - 127); 255 is NaN.
+// The value of a scale byte: 2^(byte - 127); 255 is NaN.
 __device__ __forceinline__ float scale_value(uint32_t byte) {
     const uint32_t bits = byte == 0 ? 0x00400000 : byte == 255 ? 0x7FC00000 : byte << 23;
     return __uint_as_float(bits);
 }
 
-// Two e4m3 times their scale. Exact, but where the product has no bf16: below 2^-133 and from 2^128 on.
+// Two e4m3 numbers times their scale. The products are exact unless bf16 cannot hold them: below 2^-133 and from 2^128 on.
 __device__ __forceinline__ uint32_t decode_pair(uint16_t codes, float scale) {
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
@@ -61,8 +61,8 @@ __device__ __forceinline__ void store_four_fp32(const MmMxfp8Params& p, int toke
         if (row + i < p.n) out[i] = values[i];
 }
 
-// Adds up the parts of a cluster, in their order, and rounds once. `sums`: [Tokens][Pitch] of Rows weight rows, in shared
-// memory. By all threads of all CTAs, after a barrier.
+// Adds up the parts of a cluster, in their order, and rounds once. `sums` is [Tokens][Pitch] in shared memory; each token has
+// sums of Rows weight rows. All threads of all CTAs call this, after a barrier.
 template <int Tokens, int Rows, int Pitch>
 __device__ __forceinline__ void reduce_and_store(const MmMxfp8Params& p, float* sums, int first_token, int first_row) {
     constexpr int kFours = Rows / 4;
@@ -96,7 +96,7 @@ __device__ __forceinline__ void reduce_and_store(const MmMxfp8Params& p, float* 
         }
         store(token, four, total);
     }
-    // NOTE: nobody ends while others read from it.
+    // NOTE: no CTA ends while others read from its shared memory.
     cluster::arrive();
     cluster::wait();
 }

@@ -1,11 +1,11 @@
-// The pipeline of Hopper's GEMMs: what a CTA holds in shared memory, and how its stages change hands.
+// The pipeline of Hopper's GEMMs: the shared memory of a CTA, and how its stages change hands.
 //
 // A CTA has a warpgroup of producers and one or more warpgroups of consumers. Producers fill stages, which lie in a ring;
 // consumers multiply them. `full` of a stage passes when all of its bytes have landed, `empty` when every consumer has read it.
 // One warp of the producers hands out work units, which lie in a ring of their own.
 //
-// NOTE: each kernel's `run` finds its shared memory and calls what its warps do. Behind functions that all kernels share, ptxas
-// makes other machine code of both.
+// NOTE: each kernel's `run` finds its shared memory and calls the functions of its warps. If all kernels shared functions for
+// this, ptxas would make other machine code of both.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +17,7 @@ namespace oxmoe::pipeline {
 // The shared memory of a CTA: `Buffers`, which begin with the stages, then work units and barriers.
 template <typename Buffers, typename Unit, int MaxTokens, int Stages, int UnitSlots = 2>
 struct alignas(128) Shared : Buffers {
-    uint32_t source[UnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+    uint32_t source[UnitSlots][MaxTokens];  // start of a token's row of x, in 16-byte units
     Unit unit[UnitSlots];
     uint64_t full[Stages], empty[Stages], unit_full[UnitSlots], unit_empty[UnitSlots], fetch_next;
     uint64_t stored[UnitSlots];  // consumers have stored a unit's outputs
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint64_t* begin_stage(Shared& shared, const RingPosit
     return &shared.full[ring.slot];
 }
 
-// Frees `count` stages that a consumer does not read, since it has no part of their unit. `EveryLane`: each thread arrives, else
-// one for its warp.
+// Frees `count` stages that a consumer does not read, since it has no part of their unit. `EveryLane`: each thread arrives;
+// otherwise one thread arrives for its warp.
 template <bool EveryLane, typename Shared, int Stages>
 __device__ __forceinline__ void skip_stages(Shared& shared, RingPosition<Stages>& ring, int count) {
     for (int i = 0; i < count; ++i, ring.advance()) {

@@ -1,19 +1,19 @@
-// Promotion: the products of a block of K, which wgmma makes of e4m3 with 14 bits, are added to fp32 sums times the scales of
-// their tokens and weight rows.
+// Promotion: wgmma multiplies a block of K in e4m3 with sums of 14 bits. These products are added to fp32 sums, times the scales
+// of their tokens and weight rows.
 #pragma once
 
 namespace oxmoe {
 
-// Promotes where tokens are wgmma's A: `low` and `high` are the scales of a lane's two tokens, times the weights'. `First`: there
-// are no sums yet.
+// Promotes if tokens are wgmma's A. `low` and `high` are the scales of a lane's two tokens, times the weights' scale. `First`:
+// there are no sums yet.
 template <bool First = false, int N>
 __device__ __forceinline__ void promote(float (&sums)[N], const float (&product)[N], float low, float high) {
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[i] = __fmaf_rn(product[i], i % 4 < 2 ? low : high, First ? 0.f : sums[i]);
 }
 
-// Promotes a lane's four products where weights are wgmma's A: two neighbouring tokens, whose scales are `token`, times two
-// weight rows, eight apart, whose scales are `low` and `high`.
+// Promotes a lane's four products if weights are wgmma's A. They are products of two neighbouring tokens, whose scales are
+// `token`, and two weight rows, eight apart, whose scales are `low` and `high`.
 __device__ __forceinline__ void promote_four(float* sums, const float* product, const float2& token, float low, float high) {
     sums[0] = __fmaf_rn(product[0], __fmul_rn(token.x, low), sums[0]);
     sums[1] = __fmaf_rn(product[1], __fmul_rn(token.y, low), sums[1]);

@@ -1,8 +1,8 @@
-// The weighted sum of a token's rows: out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]], in slot order, in
-// fp32, rounded once. Grid: any; a thread takes p.columns of a token.
+// The weighted sum of a token's rows: out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]. It is added in slot
+// order, in fp32, and rounded once. Grid: any; a thread takes p.columns of a token.
 //
-// With few tokens the time goes into fetching instructions, since a layer's weights have pushed them out of every cache: so
-// threads are narrow (16 bytes a thread are four times the code after the wait) and nothing is here twice.
+// With few tokens the time goes into fetching instructions, since a layer's weights have pushed them out of every cache. So
+// threads are narrow (16 bytes a thread are four times the code after the wait), and no code is here twice.
 #pragma once
 #include <cstdint>
 
@@ -17,7 +17,7 @@ template <typename Element>
 struct Combine {
     static constexpr int kThreads = 128;
     static constexpr int kSharedBytes = 0;
-    static constexpr int kBatch = 8;  // rows in flight a thread
+    static constexpr int kBatch = 8;  // rows in flight for each thread
 
     static __device__ __forceinline__ void run(const CombineParams& p) {
         pdl::launch_dependents();
@@ -31,14 +31,14 @@ struct Combine {
             sum_rows<uint16_t>(p);
     }
 
-    // Rows of out, and of y in each: with `keep_slots` every slot is a row of its own.
+    // Rows of out, and rows of y that are added for each of them. With `keep_slots` every slot is a row of its own.
     static __device__ __forceinline__ int row_count(const CombineParams& p) {
         return p.keep_slots ? p.tokens * p.top_k : p.tokens;
     }
     static __device__ __forceinline__ int terms(const CombineParams& p) { return p.keep_slots ? 1 : p.top_k; }
 
-    // One vector of one row of out. `ready()` comes after the maps and weights are read and before y is; false: nothing is
-    // summed.
+    // Sums one vector of one row of out. `ready()` is called after the maps and weights are read and before y is read. If it
+    // returns false, nothing is summed.
     template <typename Vector, typename Ready>
     static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, Ready ready) {
         sum_vector<Vector>(
@@ -46,8 +46,8 @@ struct Combine {
             [&](size_t slot) { return p.weights ? p.weights[slot] : 1.f; }, ready);
     }
 
-    // The same with the maps from elsewhere: `place_of(slot)`, -1 for a skipped one, and `weight_of(slot)`. With `Waits`, rows
-    // are read until nothing of them is absent.
+    // Sums a vector with maps of the caller: `place_of(slot)`, -1 for a skipped slot, and `weight_of(slot)`. With `Waits`, rows
+    // are read again until no number of them is absent.
     template <typename Vector, bool Waits = false, typename PlaceOf, typename WeightOf, typename Ready>
     static __device__ __forceinline__ void sum_vector(const CombineParams& p, uint32_t row, uint32_t column, PlaceOf place_of,
                                                       WeightOf weight_of, Ready ready) {
@@ -66,8 +66,8 @@ struct Combine {
                 weight[i] = first + i < top_k ? weight_of(slot) : 1.f;
             }
             if (!ready()) return;
-            // NOTE: a skipped slot adds -1 * 0 = -0, which changes no sum: with conditions kept until the rows are there, the
-            // registers of 8 CTAs an SM do not suffice.
+            // NOTE: a skipped slot adds -1 * 0 = -0, which changes no sum. If conditions were kept until the rows are there, the
+            // registers of 8 CTAs an SM would not suffice.
             Vector rows[kBatch];
             bool waits;
             do {

@@ -1,6 +1,6 @@
 // Routing of a few tokens by one CTA for itself, in shared memory: top-k, places, and one tile for each expert that has slots.
-// Every CTA that needs the tables makes them, so that nothing has to go through global memory and no launch stands before the
-// GEMMs. Ids, weights and places are those of Route.
+// Every CTA that needs the tables makes them, so nothing goes through global memory, and no launch stands before the GEMMs. Ids,
+// weights and places are the same as Route's.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -11,21 +11,22 @@
 
 namespace oxmoe {
 
-// Shared memory. At most kMostTokens tokens, kMost slots and `Experts` experts; a token lists an expert at most once.
+// The tables in shared memory. There are at most kMostTokens tokens, kMost slots and `Experts` experts; a token lists an expert
+// at most once.
 template <int Experts>
 struct FewSlotsOf {
     static constexpr int kMost = 64, kMostTokens = 8, kMostExperts = Experts, kPerLane = kMostExperts / 32;
     using Id = std::conditional_t<Experts <= 128, uint8_t, uint16_t>;
-    static constexpr uint32_t kNone = 255;  // no place
+    static constexpr uint32_t kNone = 255;  // the place of a skipped slot
     static constexpr Id kNobody = Id(-1);
 
-    Id expert[kMost];  // of a slot, kNobody: skipped, and behind the last slot
+    Id expert[kMost];  // expert of a slot; kNobody for a skipped slot, and after the last slot
     uint8_t place_of_slot[kMost], slot_of_place[kMost];
     uint32_t active[kMostExperts / 32];  // bit e: the expert has slots
-    uint32_t tiles[kMost];               // expert, first place << 16, places << 24
-    float weight[kMost];                 // of a slot
+    uint32_t tiles[kMost];               // expert, first place << 16, number of places << 24
+    float weight[kMost];                 // weight of a slot
 
-    // Before a barrier and route().
+    // Call this before a barrier and route().
     __device__ __forceinline__ void clear() {
         if (threadIdx.x < kMost) expert[threadIdx.x] = kNobody;
         if (threadIdx.x < kMostExperts / 32) active[threadIdx.x] = 0;
@@ -48,7 +49,8 @@ struct FewSlotsOf {
         return place == kNone ? -1 : int(place);
     }
 
-    // By the first `Threads` threads of the CTA, at least 32 kMostTokens, with two barriers. kPlain: of Selector.
+    // The first `Threads` threads of the CTA call this, at least 32 kMostTokens of them; it has two barriers. kPlain is
+    // Selector's.
     template <int Threads, bool kPlain = true>
     __device__ __forceinline__ void route(const SelectParams& select, int experts, int first_expert) {
         const int warp = warp_of_block(), lane = threadIdx.x % 32, top_k = select.top_k, token = kMostTokens - 1 - warp;
@@ -81,7 +83,7 @@ struct FewSlotsOf {
     }
 
 private:
-    // Stable in the slot number: compares a slot with a word of others at a time.
+    // Sorts slots by expert, stable in the slot number: compares a slot with a word of others at a time.
     __device__ __forceinline__ void sort(int slot, int slots) {
         constexpr int kIds = 4 / sizeof(Id), kBits = 32 / kIds;
         const uint32_t own = expert[slot], ones = kIds == 4 ? 0x01010101u : 0x00010001u, all = own * ones;
@@ -92,7 +94,7 @@ private:
             const uint32_t word = words[i / kIds];
             const uint32_t equal = (kIds == 4 ? __vcmpeq4(word, all) : __vcmpeq2(word, all)) & ones;
             const uint32_t below = (kIds == 4 ? __vcmpltu4(word, all) : __vcmpltu2(word, all)) & ones;
-            // Ids below the slot.
+            // Mask of the ids of lower slots.
             const uint32_t earlier = slot <= i ? 0 : slot >= i + kIds ? ~0u : (1u << kBits * (slot - i)) - 1;
             less += __popc(below);
             same += __popc(equal);

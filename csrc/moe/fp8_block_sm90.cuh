@@ -1,5 +1,6 @@
-// What the fp8 kernels of many tokens (grouped_gemm_fp8_wide_sm90.cuh and its siblings) do with the products of a block of 128
-// weight rows: a lane has sums of 32 columns, in runs of eight, for two tokens, rows g and g + 8 of its warp's 16.
+// Parts that the fp8 kernels of many tokens (grouped_gemm_fp8_wide_sm90.cuh and its siblings) share: they multiply a block of 128
+// weight rows and finish its products. A lane has sums of 32 columns, in runs of eight, for two tokens: rows g and g + 8 of its
+// warp's 16.
 #pragma once
 #include <cstdint>
 
@@ -15,11 +16,11 @@ namespace oxmoe {
 
 struct Fp8Block {
     static constexpr int kBlockRows = 128, kBlockBytes = kBlockRows * 128, kSums = kBlockRows / 2;
-    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // in runs of eight
+    static constexpr int kLaneColumns = 32, kRun = 8, kRunStride = 32;  // a lane's columns, in runs of eight
     static constexpr int kBlockStrips = kBlockRows / kRunStride;
-    static constexpr int kTokens = 2;  // of a lane
+    static constexpr int kTokens = 2;  // tokens of a lane
 
-    // Starts the multiplication of 64 tokens and a block of weights over 128 K, into `product` anew.
+    // Starts the multiplication of 64 tokens and a block of weights over 128 K; `product` is overwritten.
     static __device__ __forceinline__ void start(float (&product)[kSums], uint32_t tokens, uint32_t weights) {
         sm90::start_wgmma_e4m3_128(product, sm90::descriptor_128b(tokens, 0), sm90::descriptor_128b(weights, 0));
 #pragma unroll
@@ -30,12 +31,12 @@ struct Fp8Block {
         sm90::wgmma_commit();
     }
 
-    // Returns where in a block's sums a lane's column of its token `half` lies.
+    // Returns the index in a block's sums of a lane's column, for its token `half`.
     static constexpr __device__ __forceinline__ int sum_index(int column, int half) {
         return column / 2 * 4 + half * 2 + column % 2;
     }
 
-    // Applies scales of weight rows and bias. `at`: index of a lane's first column.
+    // Applies the scales of weight rows, and the bias. `at` is the index of a lane's first column.
     static __device__ __forceinline__ void finish_rows(const GroupedGemmParams& p, size_t at, float (&sums)[kSums]) {
         if (p.expert_scales) multiply_rows(p, at, sums);
         if (p.bias) add_bias(p, at, sums);
@@ -80,7 +81,7 @@ struct Fp8Block {
     }
 
     // Finds the places of a lane's tokens, -1 without a token, and multiplies their sums in `Blocks` blocks by the router's
-    // weights. `row`: the first token's.
+    // weights. `row` is the first token's row.
     template <int Blocks>
     static __device__ __forceinline__ void finish_tokens(const GroupedGemmParams& p, const WorkUnit& work, int row,
                                                          float (*sums)[kSums], int (&place)[kTokens]) {
@@ -94,7 +95,7 @@ struct Fp8Block {
         }
     }
 
-    // Multiplies the activations of gate sums, `gate(i)`, with the up sums; the outputs go to `out`.
+    // Multiplies the activations of gate sums, `gate(i)`, by the up sums; the outputs go to `out`.
     template <typename F>
     static __device__ __forceinline__ void activate_pairs(const Activation& own, float (&out)[kSums], F gate,
                                                           const float (&up)[kSums]) {
@@ -107,6 +108,12 @@ struct Fp8Block {
 #pragma unroll
                 for (int i = 0; i < kSums; ++i) out[i] = swiglu.unlimited(gate(i), up[i]);
             }
+            return;
+        }
+        if (own.kind == ActivationKind::Situ) {
+            const SituFunction situ(own);
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) out[i] = situ(gate(i), up[i]);
             return;
         }
         const ActivationFunction activation(own);
@@ -126,8 +133,8 @@ struct Fp8Block {
         }
     }
 
-    // Stores a token's group of 128 outputs, 32 of each of its four lanes, as bf16, or as e4m3 with a scale. `place` -1: there is
-    // no token.
+    // Stores a token's group of 128 outputs as bf16, or as e4m3 with a scale. Each of the token's four lanes has 32 of them.
+    // `place` is -1 if there is no token.
     static __device__ __forceinline__ void store_group(const GroupedGemmParams& p, int place, int block, int column, int half,
                                                        const float (&sums)[kSums], size_t scale_at) {
         const size_t at = size_t(place) * p.out_columns + block * kBlockRows + column;

@@ -1,12 +1,13 @@
-// GEMM2 that begins where GEMM1 ends: its CTAs come onto the multiprocessors that have no unit of GEMM1 left and wait for their
-// tokens expert by expert, not for the launch before theirs.
+// Overlap of the GEMMs: GEMM2 begins where GEMM1 ends. Its CTAs come onto the multiprocessors that have no unit of GEMM1 left.
+// They wait for their tokens expert by expert, and not for the end of GEMM1's launch.
 //
-// GEMM1 counts in `GroupedGemmParams::done` what it has stored, in rows x units of an expert; in GEMM2 the warp that hands out
-// units waits for the expert's before it does. In front of the experts GEMM1's CTAs count themselves as they end:
-// once all have, nobody looks at the counters any more. (Each look empties the L1 cache, where the schedule is, and a short K
-// leaves no time to read it anew.)
+// GEMM1 counts in `GroupedGemmParams::done` what it has stored, in rows x units of an expert. In GEMM2 the warp that hands out
+// units waits for a unit's expert first. The counter before the experts' counts GEMM1's CTAs as they end: once all have ended,
+// GEMM2 no longer looks at the counters. (Each look empties the L1 cache, which has the schedule, and a short K leaves no time to
+// read it again.)
 //
-// Progress: programmatic dependent launch starts a CTA of GEMM2 once all of GEMM1's have started, and those wait for nobody.
+// Progress: programmatic dependent launch starts a CTA of GEMM2 once all of GEMM1's CTAs have started, and those wait for no
+// others.
 #pragma once
 #include "../common/counter.cuh"
 #include "../common/pdl.cuh"
@@ -16,8 +17,8 @@
 
 namespace oxmoe {
 
-// `Base`: the GroupedGemmSm90 whose units a kernel has; all tiles of an expert, then the next row block. `Announces`: whether it
-// may be a GEMM1, whose Shared has barriers `stored`, one for each slot of a unit.
+// `Base` is the GroupedGemmSm90 whose units a kernel has: all tiles of an expert, then the next row block. `Announces`: the
+// kernel may be a GEMM1, whose Shared has the barriers `stored`, one for each slot of a unit.
 template <typename Base, bool Announces = true>
 struct GemmOverlapSm90 {
     static_assert(Base::kUnitSlots == 2, "a unit is announced when the next but one has not been handed out");
@@ -27,18 +28,18 @@ struct GemmOverlapSm90 {
         for (uint64_t& stored : shared.stored) sm90::barrier_init(&stored, consumer_threads);
     }
 
-    // By warps that read x and do not look at `awaited`: the schedule's warp does, before it hands out a unit.
+    // Warps that read x but do not look at `awaited` call this. The schedule's warp looks at it before it hands out a unit.
     static __device__ __forceinline__ void wait(const GroupedGemmParams& p) {
         if (!p.awaited) pdl::wait();
     }
 
-    // By every thread of a consumer whose outputs of a unit are on their way. `slot`: the unit's.
+    // Every thread of a consumer calls this once its stores of a unit's outputs are issued. `slot` is the unit's.
     template <typename Shared>
     static __device__ __forceinline__ void stored(const GroupedGemmParams& p, Shared& shared, int slot) {
         if (p.done) sm90::barrier_arrive(&shared.stored[slot]);
     }
 
-    // One warp. A unit is `passes` row blocks.
+    // One warp runs this. A unit is `passes` row blocks.
     template <typename Shared>
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Shared& shared, int passes = 1) {
         const int unit_rows = passes * Base::kRows;
@@ -60,7 +61,7 @@ struct GemmOverlapSm90 {
             if (threadIdx.x % 32 == 0) unit = gridDim.x + atomicAdd(p.next_unit, 1);
             return __shfl_sync(0xFFFFFFFF, unit, 0);
         };
-        WorkUnit last{-1, 0, 0, 0};  // handed out
+        WorkUnit last{-1, 0, 0, 0};  // the last unit handed out
         RingPosition<Base::kUnitSlots> ring;
         const auto handed_out = [&](const WorkUnit& work) {
             if constexpr (Announces) {
@@ -75,7 +76,7 @@ struct GemmOverlapSm90 {
         };
         Base::template hand_out<false>(p, shared, p.next_unit != nullptr, blockIdx.x, next, unit_at, handed_out);
         if (Announces && p.done && threadIdx.x % 32 == 0) counter::add_only(p.done);
-        // NOTE: so that GEMM1 has ended for who waits for this launch.
+        // NOTE: this wait makes sure that GEMM1 has ended for every kernel that waits for this launch.
         if (p.awaited) pdl::wait();
     }
 };

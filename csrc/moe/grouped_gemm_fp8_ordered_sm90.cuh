@@ -1,14 +1,14 @@
-// grouped_gemm_fp8_wide_sm90.cuh, bit for bit, where rows of x lie in the order of places (`gemm.slot_of_place` serves the
-// router's weights alone) and an expert has many: tokens and weights come by the copy engine, 192 tokens, 64 for each of three
-// consumers, times a block of 128 weight rows.
+// The GEMM of grouped_gemm_fp8_wide_sm90.cuh, bit for bit, for rows of x in the order of places and experts with many rows.
+// (`gemm.slot_of_place` serves the router's weights alone.) Tokens and weights come by the copy engine: 192 tokens, 64 for each
+// of three consumers, times a block of 128 weight rows.
 //
-// A consumer waits for the products of a K block, then scales them, which takes nearly as long as their multiplication: two
-// consumers leave the tensor cores idle, three do not. Each has sums of one block alone, so gated units go over the tokens twice:
-// the sums of the gate rows wait in shared memory for those of the up rows.
+// A consumer waits for the products of a K block, then scales them, which takes nearly as long as their multiplication. So two
+// consumers leave the tensor cores idle, and three do not. Each has sums of one block alone, so gated units go over the tokens
+// twice. The sums of the gate rows wait in shared memory for those of the up rows.
 //
-// Scales are two numbers a lane and K block, products of a token's and the weights': two warps beside the copying one make them,
-// and load what they need two K blocks ahead. A consumer that loaded its own would wait for them in each block
-// (docs/kernels/grouped_gemm_fp8_sm90.md).
+// Scales are two numbers for each lane and K block: products of a token's scale and the weights'. Two warps beside the copying
+// one compute them, and load their operands two K blocks ahead. A consumer that loaded its own scales would wait for them in each
+// block (docs/kernels/grouped_gemm_fp8_sm90.md).
 //
 // The tokens' tensor map: e4m3 x [rows, k] in boxes of 64 rows x 128 bytes, swizzled by 128 bytes.
 #pragma once
@@ -23,7 +23,7 @@ template <bool Gated, int Stages>
 struct GroupedGemmFp8OrderedSm90 : Fp8Block {
     static constexpr int kTokens = 192, kConsumers = 3, kPasses = Gated ? 2 : 1, kBoxRows = 64, kBoxBytes = kBoxRows * 128;
     using Params = OrderedGemmParams;
-    // Its schedule: units of kPasses blocks, and all tiles of an expert before the next.
+    // The schedule: units of kPasses blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, 128, 2, kPasses, Stages>;
     using Overlap = typename Base::Overlap;
     static_assert(Base::kRows == kPasses * kBlockRows, "units of blocks");
@@ -39,7 +39,7 @@ struct GroupedGemmFp8OrderedSm90 : Fp8Block {
         float gates[Gated ? kConsumers : 1][Gated ? kSums : 1][128];
         float scale[Stages][kTokens];
     };
-    // Nobody reads where rows of x start, which the schedule's warp says.
+    // The schedule's warp writes where rows of x start, but no warp reads it.
     using Shared = pipeline::Shared<Buffers, WorkUnit, kTokens, Stages>;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = 1;
@@ -53,7 +53,7 @@ struct GroupedGemmFp8OrderedSm90 : Fp8Block {
             sm90::prefetch_tensor_map(&tokens);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        // NOTE: with an older schedule only x is in flight, and only the warps that read it wait.
         if (!p.gemm.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
             sm90::registers_decrease<56>();
@@ -82,13 +82,13 @@ private:
         sm90::barrier_init_fence();
     }
 
-    // Returns the block of all experts' weights that a pass multiplies: gate rows come first.
+    // Returns the index, among the blocks of all experts' weights, of the block that a pass multiplies: gate rows come first.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int pass) {
         const bool second = Gated && (pass == 1) != (p.layout == W13Layout::UpGate);
         return work.expert * (p.rows / kBlockRows) + work.row_block + (second ? p.out_columns / kBlockRows : 0);
     }
 
-    // ---- copies: one thread; rows of a box without a token get the next places' tokens ----
+    // ---- copies by one thread; rows of a box without a token get the next places' tokens ----
 
     static __device__ __forceinline__ void copy(const CUtensorMap& weights, const CUtensorMap& tokens, const GroupedGemmParams& p,
                                                 Shared& shared) {
@@ -101,7 +101,7 @@ private:
         for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             if (p.awaited) sm90::fence_async_proxy();
             const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
-            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, kPasses * k_blocks - Base::kFetchLead);
 #pragma unroll 1
             for (int pass = 0; pass < kPasses; ++pass) {
@@ -121,7 +121,7 @@ private:
         }
     }
 
-    // ---- scales: two warps, three tokens a thread ----
+    // ---- scales by two warps, three tokens for each thread ----
 
     // The scales of one K block.
     struct Scales {
@@ -184,7 +184,8 @@ private:
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
         Overlap::wait(p);
-        // NOTE: before the loop and at its ends: at its start, ptxas no longer sees that lanes agree on the ring.
+        // NOTE: this wait stands before the loop and at its ends. At the loop's start, ptxas would no longer see that lanes agree
+        // on the ring.
         sm90::barrier_wait(&shared.unit_full[units.slot], units.parity);
         for (;;) {
             WorkUnit work = shared.unit[units.slot];
@@ -236,22 +237,23 @@ private:
             const float low = sm90::load_shared_4(&shared.scale[ring.slot][row]),
                         high = sm90::load_shared_4(&shared.scale[ring.slot][row + 8]);
             sm90::wgmma_wait<0>();
-            // NOTE: by every lane, as where scales are written: each has read its own. A __syncwarp and an arrival for the warp
-            // would do, but behind a wait for wgmma it is no instruction, and racecheck would report the scales.
+            // NOTE: every lane arrives, as every lane that writes scales does, because each has read its own. A __syncwarp and
+            // one arrival for the warp would do. But after a wait for wgmma __syncwarp is no instruction, and racecheck would
+            // report the scales.
             sm90::barrier_arrive(&shared.empty[ring.slot]);
             promote(sums, product, low, high);
         }
     }
 
-    // Applies scales of weight rows, bias and router weights to a block's sums (`block`: of all experts' weights), and says where
-    // a lane's tokens go, -1 without a token.
+    // Applies the scales of weight rows, the bias and the router's weights to a block's sums. `block` counts the blocks of all
+    // experts' weights. Finds the places of a lane's tokens, -1 without a token.
     static __device__ __forceinline__ void prepare(const GroupedGemmParams& p, const WorkUnit& work, int row, int block,
                                                    Sums& sums, int (&place)[2]) {
         finish_rows(p, size_t(block) * kBlockRows + threadIdx.x % 4 * kRun, sums);
         finish_tokens<1>(p, work, row, &sums, place);
     }
 
-    // Applies the activation; gated, `sums` are those of the up rows, and `gates` has those of the gate rows.
+    // Applies the activation. If gated, `sums` has the sums of the up rows, and `gates` those of the gate rows.
     static __device__ __forceinline__ void activate(const GroupedGemmParams& p, const WorkUnit& work, const float (*gates)[128],
                                                     Sums& sums) {
         const int thread = threadIdx.x % 128;

@@ -1,15 +1,16 @@
 // Grouped GEMM of e4m3 weights and tokens with block scales, bf16 out, for any GPU from sm_80:
 //   out[place] = activation(sum over blocks of 128 K: weight_scale token_scale (w . x of the block) + bias[expert(place)])
-// with each sum multiplied by the scale of its weight row before the bias, where rows have one.
+// If weight rows have scales, each sum is multiplied by the scale of its row before the bias.
 //
-// GroupedGemmPortable's frame: 128 e4m3 are a row of the swizzle as 64 bf16 are. `p.k` counts pairs of elements, so that copies,
-// addresses and the loop serve as they are. Codes go through shared memory as they lie in memory; a matrix load gives a lane
-// four neighbouring K of a row, which become its four elements of an mma of f16: K is in another order there, in both operands
-// the same. A stage is a block of 128 K with its scales: its product is added to the sums times those of its rows and tokens.
+// The frame is GroupedGemmPortable's: 128 e4m3 are a row of the swizzle, like 64 bf16. `p.k` counts pairs of elements, so that
+// copies, addresses and the loop serve unchanged. Codes go through shared memory in their order in memory. A matrix load gives a
+// lane four neighbouring K of a row, which become its four elements of an mma of f16. So K has another order in the mma, and both
+// operands have it. A stage is a block of 128 K with its scales. Its product is added to the sums times the scales of its rows
+// and tokens.
 //
 // Needs k % 16 == 0, out_columns % 16 == 0, no interleaved rows, 16-byte aligned x and weights. Rows of x and out lie at
-// multiples of 128 columns: those of out that `out_columns` does not have are zeros, those of x that `k` does not have are not
-// read. Scales of weights count blocks of 128 from the first row of gate and from that of up.
+// multiples of 128 columns. Columns of out from `out_columns` on are zeros, columns of x from `k` on are not read. Scales of
+// weights count blocks of 128 from the first row of gate and from that of up.
 #pragma once
 #include "../common/e4m3_f16.cuh"
 #include "grouped_gemm_portable.cuh"
@@ -18,15 +19,15 @@ namespace oxmoe {
 
 template <bool Gated, int Tokens, int Rows, int Warps, int Stages>
 struct GroupedGemmFp8Portable {
-    static constexpr int kColumns = 128;  // of a scale
+    static constexpr int kColumns = 128;  // columns of a scale
     using Base = GroupedGemmPortable<__nv_bfloat16, Gated, Tokens, Rows, Warps, Stages, 8, kColumns / 2, kColumns>;
     using Shape = typename Base::Shape;
     using Loop = PortableLoop<GroupedGemmFp8Portable>;
     using Addresses = typename Base::Addresses;
     static_assert(Shape::kTokenWarps == 1, "a weight is decoded once for all tokens of the tile");
 
-    // A stage has the codes of weights, the scales of tokens and those of gate and up rows (the same one twice where there is no
-    // gate).
+    // A stage has the codes of weights, the scales of tokens, and the scales of gate and up rows (without a gate, one scale
+    // twice).
     static constexpr int kTokenScales = Base::kWeightBytes, kRowScales = kTokenScales + Tokens * 4;
     static constexpr int kWeightBytes = (kRowScales + 8 + 127) / 128 * 128;
     static constexpr int kThreads = Shape::kThreads, kStages = Stages, kFewestGroups = 1;
@@ -40,7 +41,7 @@ struct GroupedGemmFp8Portable {
 
     struct Weights {
         typename Base::Weights codes;
-        const float* scale;  // the next one of this thread's: a token's, then a row block's
+        const float* scale;  // the next scale that this thread copies: a token's, or a row block's
         bool real;
 
         __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
@@ -76,7 +77,7 @@ struct GroupedGemmFp8Portable {
     static __device__ __forceinline__ void multiply(typename Shape::Sums& sums, const Addresses& at, uint32_t stage) {
         float product[Shape::kSlices][Groups][4] = {};
 #pragma unroll
-        for (int k = 0; k < Shape::kBlockK / 16; ++k) {  // 32 bytes of a row: two mma
+        for (int k = 0; k < Shape::kBlockK / 16; ++k) {  // 32 bytes of a row are two mma
             uint32_t a[Shape::kSlices][4], b[Groups + Groups % 2][2];
 #pragma unroll
             for (int n = 0; n < Groups; n += 2) at.tokens.load(&b[n], stage + kWeightBytes, n, k);
@@ -98,7 +99,7 @@ struct GroupedGemmFp8Portable {
                 }
             }
         }
-        float2 row = load_2(stage + kRowScales);  // of fragment rows g, g + 8
+        float2 row = load_2(stage + kRowScales);  // scales of fragment rows g and g + 8
         row.x *= e4m3_f16::kFactor, row.y *= e4m3_f16::kFactor;
 #pragma unroll
         for (int n = 0; n < Groups; ++n) {
@@ -113,7 +114,7 @@ struct GroupedGemmFp8Portable {
     }
 
 private:
-    // 4 bytes, or zeros.
+    // Copies 4 bytes, or writes zeros if `real` is false.
     static __device__ __forceinline__ void copy_4_async(uint32_t to, const void* from, bool real) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(real ? 4 : 0) : "memory");
     }

@@ -1,15 +1,15 @@
 // Grouped GEMM for Hopper with e4m3 weights and tokens and block scales, bf16 out, for tiles of few tokens:
 //   out[place] = activation(sum over blocks of 128 K: weight_scale token_scale (w . x of the block) + bias[expert(place)])
-// with each sum multiplied by the scale of its weight row before the bias, where rows have one.
+// If weight rows have scales, each sum is multiplied by the scale of its row before the bias.
 //
-// GroupedGemmSm90's frame: weights are wgmma's A, tokens its N, and 128 e4m3 are a row of the swizzle as 64 bf16 are. `p.k`
-// counts pairs of elements, so that its schedule, copies and tensor map serve as they are.
+// The frame is GroupedGemmSm90's: weights are wgmma's A, tokens its N, and 128 e4m3 are a row of the swizzle, like 64 bf16. `p.k`
+// counts pairs of elements, so that the schedule, copies and tensor map serve unchanged.
 //
 // A block's product is added to fp32 sums times the scales of its rows and tokens (wgmma keeps 14 bits, and scales change from
 // block to block). The scales come with the stage.
 //
-// With out_scales, which come with done, out is e4m3 with a scale for each 128 columns of a row: a unit is then as many row
-// blocks, one after the other, as have 128 outputs, which meet in shared memory.
+// With out_scales, which come with done, out is e4m3 with a scale for each 128 columns of a row. A unit then has all row blocks
+// of 128 outputs, one after the other, and these outputs meet in shared memory.
 //
 // Needs k % 128 == 0, rows % 128 == 0 (gated: out_columns % 128 == 0), 16-byte aligned x, weights and out.
 #pragma once
@@ -35,22 +35,22 @@ struct GroupedGemmFp8Sm90 {
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kReaders = 128;  // arrivals of a warpgroup that free a stage
     static constexpr int kScaleRows = 128;
-    static constexpr int kGroup = 128, kPasses = kGroup * (Gated ? 2 : 1) / Base::kRows;  // row blocks of 128 outputs
-    static constexpr int kStagingBytes = Consumers * 2 * Base::kStagingBytes, kGroupBytes = 2 * kGroup;  // of bf16
-    // NOTE: one consumer's staging has no room, and more would cost a CTA.
+    static constexpr int kGroup = 128, kPasses = kGroup * (Gated ? 2 : 1) / Base::kRows;  // row blocks that make 128 outputs
+    static constexpr int kStagingBytes = Consumers * 2 * Base::kStagingBytes, kGroupBytes = 2 * kGroup;  // bytes of bf16
+    // NOTE: one consumer's staging has no room for a group, and more staging would cost a CTA.
     static constexpr bool kQuantises = MaxTokens * kGroupBytes <= kStagingBytes;
 
     struct Buffers {
         struct {
             uint8_t tokens[Base::kTokenBytes], weights[Base::kWeightBytes];
         } stage[Stages];
-        uint8_t staging[Consumers][2 * Base::kStagingBytes];  // or the outputs of a group, a row a token
+        uint8_t staging[Consumers][2 * Base::kStagingBytes];  // or the outputs of a group, one row for each token
         float token_scales[Stages][MaxTokens];
-        float weight_scales[Stages][Consumers][2];  // of the two halves of a consumer's slices
+        float weight_scales[Stages][Consumers][2];  // scales of the two halves of a consumer's slices
     };
     using Shared = pipeline::Shared<Buffers, WorkUnit, MaxTokens, Stages>;
     static constexpr int kSharedBytes = sizeof(Shared);
-    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
+    // The limits are 228 KB of shared memory an SM, 1 KB of which the system takes for each CTA, and registers.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024);
     static constexpr int kCtasByRegisters = MaxTokens > 32 ? 512 / kThreads : 1152 / kThreads;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
@@ -64,7 +64,7 @@ struct GroupedGemmFp8Sm90 {
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        // NOTE: with an older schedule only x is in flight, and only the warps that read it wait.
         if (!p.schedule_is_older) pdl::wait();
         const int warp = threadIdx.x / 32;
         if (warp == 0)
@@ -90,11 +90,11 @@ private:
             Base::schedule(p, shared);
     }
 
-    // ---- weights: one thread, one box a stage ----
+    // ---- weights: one thread copies one box for each stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
@@ -113,8 +113,8 @@ private:
         }
     }
 
-    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row, each thread a scale; columns of the tile without
-    // a token keep old bytes ----
+    // ---- tokens and scales: 8 neighbouring threads copy 128 bytes of a row, and each thread copies a scale; columns of the tile
+    // without a token keep old bytes ----
 
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
         constexpr int kPassRows = Base::kGatherThreads / 8, kCopies = MaxTokens / kPassRows;
@@ -131,7 +131,7 @@ private:
             uint32_t source[kCopies];
 #pragma unroll
             for (int i = 0; i < kCopies; ++i) source[i] = sources[first + i * kPassRows];
-            // A row of x has 8 vectors a block, and one scale.
+            // A row of x has 8 vectors and one scale for each block.
             const float* token_scale = p.x_scales + (thread < work.count ? sources[thread] / 8 : 0);
             const int first_block = work.row_block * passes(p), end = first_block + passes(p);
 #pragma unroll 1
@@ -168,7 +168,7 @@ private:
         uint32_t staging = 0;
         for (WorkUnit work; take_uniform_unit(shared, units, work); units.advance()) {
             const int unit = work.row_block;
-            // NOTE: until all consumers have read what they share of the unit before.
+            // NOTE: this waits until all consumers have read their outputs of the previous unit from the shared staging.
             if (quantises(p)) sm90::named_barrier(kMeeting, 128 * Consumers);
 #pragma unroll 1
             for (int pass = 0; pass < passes(p); ++pass) {
@@ -204,18 +204,19 @@ private:
 
     static constexpr int kMeeting = 1 + Consumers;  // a named barrier of all consumers
 
-    // Where 16 bytes of a token's outputs lie; swizzled.
+    // The offset of 16 bytes of a token's outputs, swizzled.
     static __device__ __forceinline__ uint32_t staged(int token, int chunk) {
         return token * kGroupBytes + ((chunk ^ token % 8) * 16);
     }
 
-    // `first`: the row tile's number in the group.
+    // `first` is the row tile's number in the group.
     template <bool Activated>
     static __device__ __forceinline__ void stage_outputs(const WorkUnit& work, const float (&sums)[MaxTokens / 2], int first,
                                                          const GroupedGemmParams& p, Shared& shared) {
         const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
         const SwigluFunction swiglu(p.activation);
-        // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
+        // Addresses for stmatrix: if gated, lane l % 16 addresses a token; otherwise lanes 8 to 15 and 24 to 31 address the
+        // second half of the slice.
         const int token = Gated ? lane % 16 : lane / 16 * 8 + lane % 8;
         const int chunk = Gated ? first * 4 + warp : (first * 4 + warp) * 2 + lane / 8 % 2;
         const uint32_t to = sm90::shared_address(shared.staging) + staged(token, chunk);
@@ -239,7 +240,7 @@ private:
         }
     }
 
-    // Four lanes a token, each with every fourth eight of its outputs.
+    // Stores a group. Four lanes take a token, each every fourth vector of eight of its outputs.
     static __device__ __forceinline__ void store_group(const WorkUnit& work, int group, const GroupedGemmParams& p,
                                                        Shared& shared) {
         const int thread = threadIdx.x - 128, quarter = thread % 4;
@@ -285,7 +286,7 @@ private:
         for (int i = 0; i < MaxTokens / 2; ++i) sums[i] *= scales[i / 2 % 2];
     }
 
-    // The smallest width that holds the tile, by bisection.
+    // Multiplies at the smallest width that holds the tile, found by bisection.
     template <int Low, int High>
     static __device__ __forceinline__ void multiply_at_width(int count, int k_blocks, float* sums, Shared& shared,
                                                              RingPosition<Stages>& ring) {
@@ -325,7 +326,8 @@ private:
                 token[j] = *reinterpret_cast<const float2*>(&shared.token_scales[ring.slot][8 * j + lane % 4 * 2]);
             }
             sm90::wgmma_wait<0>();
-            // NOTE: by every lane, which has read scales: ptxas takes the warp for converged and drops a __syncwarp.
+            // NOTE: every lane arrives, because every lane has read scales: ptxas takes the warp for converged and drops a
+            // __syncwarp.
             sm90::barrier_arrive(&shared.empty[ring.slot]);
 #pragma unroll
             for (int j = 0; j < Width / 8; ++j) promote_four(sums + 4 * j, product + 4 * j, token[j], weight.x, weight.y);

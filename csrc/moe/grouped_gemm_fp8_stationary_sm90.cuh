@@ -1,15 +1,16 @@
-// GEMM2 for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens with few columns between the GEMMs: as
-// grouped_gemm_fp8_wide_sm90.cuh, bit for bit.
+// GEMM2 for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens with few columns between the GEMMs.
+// The results are those of grouped_gemm_fp8_wide_sm90.cuh, bit for bit.
 //
 // With a K of two to eight blocks the wide kernel's units are over before its pipeline is full. Here the tokens of a tile stay in
-// shared memory while the weights of `UnitBlocks` blocks of 128 rows pass by: weights alone are copied, and a unit is long enough
+// shared memory while the weights of `UnitBlocks` blocks of 128 rows pass by. Weights alone are copied, and a unit is long enough
 // for its start not to count. Two K blocks are multiplied into registers of their own, so that the second's multiplication covers
-// the first's scaling, and the outputs of a block go out while the next is multiplied.
+// the first's scaling. The outputs of a block are stored while the next is multiplied.
 //
-// Tokens lie in a ring of K blocks as weights do: what the last block of rows has read makes room for the next tile's.
+// Tokens lie in a ring of K blocks, as weights do. Stages that a tile's last block of rows has read take the next tile's tokens.
 //
-// `p.k` counts pairs of elements. Weights' tensor map and a lane's outputs are the wide kernel's. Plain, bf16 out, no activation,
-// no router weights; needs k % 256 == 0, k <= 1024, rows % 128 == 0, 16-byte aligned x, weights and out.
+// `p.k` counts pairs of elements. The weights' tensor map and a lane's outputs are the wide kernel's. The GEMM is plain, with
+// bf16 out, no activation and no router weights. Needs k % 256 == 0, k <= 1024, rows % 128 == 0, 16-byte aligned x, weights and
+// out.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -22,7 +23,7 @@ template <int UnitBlocks>
 struct GroupedGemmFp8StationarySm90 : Fp8Block {
     static constexpr int kTokens = 128, kConsumers = 2;
     static constexpr int kTokenStages = 8, kWeightStages = 6;
-    // Its schedule: units of UnitBlocks blocks, and all tiles of an expert before the next.
+    // The schedule: units of UnitBlocks blocks, and all tiles of an expert before the next.
     using Base = GroupedGemmSm90<__nv_bfloat16, false, kTokens, 2, UnitBlocks, 2>;
     using Overlap = GemmOverlapSm90<Base, false>;
     static_assert(Base::kRows == UnitBlocks * kBlockRows, "units of blocks");
@@ -33,7 +34,7 @@ struct GroupedGemmFp8StationarySm90 : Fp8Block {
 
     struct alignas(128) Shared {
         uint8_t tokens[kTokenStages][kBlockBytes], weights[kWeightStages][kBlockBytes];
-        uint32_t source[kUnitSlots][kTokens];  // where a token's row of x starts, in 16-byte units
+        uint32_t source[kUnitSlots][kTokens];  // start of a token's row of x, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t tokens_full[kTokenStages], tokens_empty[kTokenStages], full[kWeightStages], empty[kWeightStages];
         uint64_t unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
@@ -49,7 +50,7 @@ struct GroupedGemmFp8StationarySm90 : Fp8Block {
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        // NOTE: with an older schedule only x is in flight, and only the warps that read it wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
             sm90::registers_decrease<40>();
@@ -87,7 +88,7 @@ private:
         return min(UnitBlocks, p.rows / kBlockRows - work.row_block * UnitBlocks);
     }
 
-    // ---- weights: one thread, a box a stage ----
+    // ---- weights: one thread copies one box for each stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
@@ -96,7 +97,7 @@ private:
         RingPosition<kWeightStages> ring;
         for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
             const int first = work.expert * (p.rows / kBlockRows) + work.row_block * UnitBlocks, blocks = blocks_of(p, work);
-            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, blocks * k_blocks - Base::kFetchLead);
 #pragma unroll 1
             for (int block = 0; block < blocks; ++block) {
@@ -144,12 +145,12 @@ private:
         static constexpr bool value = Value;
     };
 
-    // The scales of two K blocks: those of a lane's tokens and those of the weights.
+    // The scales of two K blocks: scales of a lane's tokens, and scales of the weights.
     struct Scales {
         float2 token[2], weight;
     };
 
-    // A lane's outputs of a block on their way out: where its tokens' rows are, null without a token, and pairs of outputs.
+    // A lane's outputs of a block on their way out: its tokens' rows of out, null without a token, and pairs of outputs.
     struct Outputs {
         __nv_bfloat16* row[2];
         uint32_t pairs[2][kLaneColumns / 2];
@@ -187,7 +188,7 @@ private:
             Outputs outputs;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                // A row of x has 8 vectors a block, and one scale.
+                // A row of x has 8 vectors and one scale for each block.
                 const bool inside = row + 8 * half < work.count;
                 const uint32_t source = shared.source[units.slot][inside ? row + 8 * half : 0];
                 token_scales[half] = reinterpret_cast<const float2*>(p.x_scales + source / 8);
@@ -215,7 +216,7 @@ private:
                 Sums sums;
                 position = tokens;
                 const bool last = block + 1 == blocks;
-                // The K blocks at `position` and behind it; `meanwhile()` is done while they are multiplied.
+                // Multiplies the K blocks at `position` and after it, and calls `meanwhile()` while they are multiplied.
                 auto multiply_two = [&](auto first, int k, auto meanwhile) {
                     RingPosition<kTokenStages> position_behind = position;
                     position_behind.advance();
@@ -233,7 +234,7 @@ private:
                     sm90::barrier_wait(&shared.full[ring_behind.slot], ring_behind.parity);
                     float products[2][kSums];
                     start(products, shared, consumer, {position.slot, position_behind.slot}, {ring.slot, ring_behind.slot});
-                    // NOTE: behind a unit's last two the same once more, which are there.
+                    // NOTE: after a unit's last two K blocks there are no next scales, so this loads existing ones again.
                     const int pair = wraps ? 0 : k / 2 + 1;
                     next = {{token_scales[0][pair], token_scales[1][pair]}, *(weight_scales - int(wraps && last))};
                     meanwhile();
@@ -262,7 +263,7 @@ private:
         }
     }
 
-    // Starts the multiplication of two K blocks, each into registers of its own.
+    // Starts the multiplication of two K blocks, each into its own registers.
     static __device__ __forceinline__ void start(float (&products)[2][kSums], Shared& shared, int consumer,
                                                  const int (&token_slots)[2], const int (&weight_slots)[2]) {
         sm90::wgmma_fence();

@@ -1,17 +1,18 @@
-// Grouped GEMM for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens: as grouped_gemm_fp8_sm90.cuh,
-// bit for bit, and out may be e4m3 with a scale for each 128 columns of a row.
+// Grouped GEMM for Hopper with e4m3 weights and tokens and block scales, for tiles of many tokens. The results are those of
+// grouped_gemm_fp8_sm90.cuh, bit for bit, and out may be e4m3 with a scale for each 128 columns of a row.
 //
-// Here tokens are wgmma's A and weights its N: a lane then has sums of two tokens, whose scales are all that it multiplies the
-// weights' with, where it would need those of every fourth token of the tile. A unit is 128 tokens, 64 a consumer, times two
-// blocks of 128 weight rows: gated, a block of gate rows and that of the matching up rows, else neighbours. So the four lanes of
-// a token hold whole groups of 128 outputs, which they activate, round to bf16 and quantise in registers.
+// Here tokens are wgmma's A and weights its N. So a lane has sums of two tokens, and multiplies the weights' scales only by the
+// scales of these two. With weights as A it would need the scales of every fourth token of the tile. A unit is 128 tokens, 64 for
+// each consumer, times two blocks of 128 weight rows. If gated, these are a block of gate rows and the block of the matching up
+// rows, otherwise two neighbours. So the four lanes of a token hold whole groups of 128 outputs, which they activate, round to
+// bf16 and quantise in registers.
 //
-// The gathering warps multiply a token's scales with the weights' and leave the products beside the stage: a consumer that loaded
-// its own would wait for them.
+// The gathering warps multiply a token's scales by the weights' scales and leave the products beside the stage. A consumer that
+// loaded its own scales would wait for them.
 //
 // `p.k` counts pairs of elements. The weights' tensor map, in pairs, orders the rows of a block so that a lane has eight
-// neighbouring outputs, 16 bytes, of each 32, and the four lanes of a token store whole sectors: 64 x 2 x 4 x 4 x 4 elements a
-// box,
+// neighbouring outputs, 16 bytes, of each 32, and the four lanes of a token store whole sectors. A box has 64 x 2 x 4 x 4 x 4
+// elements:
 //   dimension         k    column of pair   lane of four   pair    strip
 //   size              k    2                4              4       experts rows / 32
 //   stride in rows         1                8              2       32
@@ -25,11 +26,11 @@
 
 namespace oxmoe {
 
-// Cut: grouped_gemm_fp8_wide_cut_sm90.cuh.
+// Cut: the tensor map is that of grouped_gemm_fp8_wide_cut_sm90.cuh.
 template <bool Gated, int Stages, bool Cut = false>
 struct GroupedGemmFp8WideSm90 : Fp8Block {
     static constexpr int kTokens = 128, kConsumers = 2, kBlocks = 2;
-    // Its units are 256 weight rows, and all tiles of an expert before the next.
+    // The units are 256 weight rows, and all tiles of an expert come before the next expert.
     using Base = GroupedGemmSm90<__nv_bfloat16, Gated, kTokens, 2, kConsumers, Stages>;
     using Overlap = typename Base::Overlap;
     static_assert(Base::kRows == kBlocks * kBlockRows, "units of two blocks");
@@ -57,7 +58,7 @@ struct GroupedGemmFp8WideSm90 : Fp8Block {
             sm90::prefetch_tensor_map(&weights);
         }
         __syncthreads();
-        // NOTE: with an older schedule only x is in flight, and only who reads it waits.
+        // NOTE: with an older schedule only x is in flight, and only the warps that read it wait.
         if (!p.schedule_is_older) pdl::wait();
         if (threadIdx.x < 128) {
             sm90::registers_decrease<56>();
@@ -75,7 +76,8 @@ struct GroupedGemmFp8WideSm90 : Fp8Block {
     }
 
 private:
-    // Returns a block of an expert that a unit multiplies. Plain, the second may lie beyond them: it is read and left out.
+    // Returns a block of an expert that a unit multiplies. If not gated, the second may lie beyond the expert's blocks: it is
+    // read and left out.
     static __device__ __forceinline__ int block_of(const GroupedGemmParams& p, const WorkUnit& work, int i) {
         return Gated ? i * (p.out_columns / kBlockRows) + work.row_block : 2 * work.row_block + i;
     }
@@ -83,7 +85,7 @@ private:
     static __device__ __forceinline__ void init_barriers(Shared& shared) {
 #pragma unroll 1
         for (int s = 0; s < Stages; ++s) {
-            // The copying thread; the gathering ones for tokens and for scales.
+            // These are the arrivals of the copying thread, and of the gathering threads for tokens and for scales.
             sm90::barrier_init(&shared.full[s], 1 + 2 * kGatherThreads);
             sm90::barrier_init(&shared.empty[s], 128 * kConsumers);
         }
@@ -92,7 +94,7 @@ private:
         sm90::barrier_init_fence();
     }
 
-    // ---- weights: one thread, two boxes a stage, cut eight ----
+    // ---- weights: one thread copies two boxes for each stage; cut, eight ----
 
     static constexpr int kStripBytes = kRunStride * 128;
 
@@ -111,7 +113,7 @@ private:
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
         const int k_blocks = Base::k_blocks(p), fetch_block = max(0, k_blocks - Base::kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
@@ -138,13 +140,14 @@ private:
 
     // ---- tokens and scales ----
 
-    // The scales of one K block: those of a thread's tokens and those of the weights' blocks.
+    // The scales of one K block: scales of a thread's tokens, and scales of the weights' blocks.
     struct Scales {
         float token[kScales], weight[kBlocks];
     };
 
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Shared& shared) {
-        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        // In a pass each thread copies from one row. Whole groups of passes run unrolled from registers, the rest of the tile in
+        // a loop.
         constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows, kGroups = kTokens / kGroupRows;
         const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, k_blocks = Base::k_blocks(p);
         const uint32_t swizzled = first * 128 + ((chunk ^ first) * 16);
@@ -170,7 +173,7 @@ private:
 #pragma unroll
                 for (int i = 0; i < kScales; ++i) {
                     const int token = i * kGatherThreads + thread;
-                    // A row of x has 8 vectors a block, and one scale.
+                    // A row of x has 8 vectors and one scale for each block.
                     if (token < work.count) scales.token[i] = p.x_scales[sources[token] / 8 + block];
                 }
 #pragma unroll
@@ -191,7 +194,7 @@ private:
                 sm90::barrier_arrive(&shared.full[ring.slot]);
                 if (block + 1 < k_blocks) load_scales(block + 1);
                 const uint4* x = reinterpret_cast<const uint4*>(p.x) + block * 8 + chunk;
-                asm("" : "+l"(x));  // one sum a block instead of one a row
+                asm("" : "+l"(x));  // one sum for each block instead of one for each row
                 const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
 #pragma unroll
                 for (int group = 0; group < kGroups; ++group) {
@@ -262,7 +265,7 @@ private:
         if (__shfl_sync(0xFFFFFFFF, shared.unit[units.slot].expert, 0) >= 0) await_stage(shared, ring);
     }
 
-    // Multiplies a unit, whose first stage has been waited for.
+    // Multiplies a unit. The wait for its first stage is already over.
     static __device__ __forceinline__ void multiply(int k_blocks, int row, Sums& sums, Shared& shared,
                                                     RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
@@ -287,7 +290,7 @@ private:
                 const float low = sm90::load_shared_4(scales + b * kTokens), high = sm90::load_shared_4(scales + b * kTokens + 8);
                 if (b == kBlocks - 1 && block + 1 < k_blocks) await_stage(shared, ring);
                 sm90::wgmma_wait<0>();
-                // NOTE: by every lane: each has read its scales.
+                // NOTE: every lane arrives, because each has read its scales.
                 if (b == kBlocks - 1) sm90::barrier_arrive(empty);
                 promote(sums[b], product, low, high);
             }
@@ -297,8 +300,8 @@ private:
     // ---- epilogue: a lane has 32 columns of two tokens in each block ----
 
 public:
-    // Applies bias, router weights and activation, and stores. `row`: a lane's first token; it and the second may be beyond the
-    // tile.
+    // Applies bias, router weights and activation, and stores. `row` is the row of a lane's first token; it and the second may be
+    // beyond the tile.
     static __device__ __forceinline__ void finish(const GroupedGemmParams& p, const WorkUnit& work, int row, Sums& sums) {
         const int column = threadIdx.x % 4 * kRun;
 #pragma unroll
@@ -325,7 +328,7 @@ public:
     }
 
 private:
-    // Leaves outputs where the sums of the first block were.
+    // Applies the activation of gated kinds; the outputs replace the sums of the first block.
     static __device__ __forceinline__ void activate_pairs(const GroupedGemmParams& p, const WorkUnit& work, Sums& sums) {
         if (p.layout == W13Layout::UpGate) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// grouped_gemm_packed_portable.cuh of int4 weights (common/int4.cuh) and bf16 tokens.
+// The GEMM of grouped_gemm_packed_portable.cuh for int4 weights (common/int4.cuh) and bf16 tokens.
 #pragma once
 #include "../common/int4.cuh"
 #include "grouped_gemm_packed_portable.cuh"

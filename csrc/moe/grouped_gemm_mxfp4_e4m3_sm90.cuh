@@ -1,9 +1,9 @@
-// Grouped GEMM for Hopper with packed MXFP4 weights and e4m3 tokens of one scale a row: out[place] = activation(scale[row(place)]
-// * (weights[expert(place)] x[row(place)]) + bias[expert(place)]), bf16 out. Weights are decoded to e4m3 in registers, wgmma's A;
-// sums are the tensor core's, which keeps 14 bits, and are not promoted.
+// Grouped GEMM for Hopper with packed MXFP4 weights, and e4m3 tokens with one scale for each row: out[place] =
+// activation(scale[row(place)] * (weights[expert(place)] x[row(place)]) + bias[expert(place)]), bf16 out. Weights are decoded to
+// e4m3 in registers, and are wgmma's A. The sums are the tensor core's, which keeps 14 bits, and are not promoted.
 //
 // Stages, copies and schedule are those of grouped_gemm_mxfp4_sm90.cuh. A warp decodes 64 x 64 weights in 40 instructions, three
-// of ten on the multiplier's pipe, and one wgmma takes twice the K in the same time, so that it serves few tokens too.
+// of ten on the multiplier's pipe. One wgmma takes twice the K in the same time, so this kernel serves few tokens too.
 //
 // Needs k % 32 == 0 (k counts pairs of columns), rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and
 // out.
@@ -27,7 +27,7 @@ struct GroupedGemmMxfp4E4m3Sm90 {
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = Pipeline::kCtas;
-    static constexpr int kSteps = Pipeline::kSteps;  // of 32 K
+    static constexpr int kSteps = Pipeline::kSteps;  // steps of 32 K
 
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -104,8 +104,8 @@ private:
         }
     }
 
-    // NOTE: a stage is freed by every lane: ptxas takes a warp for converged beside wgmma and drops what would hold one lane's
-    // arrival back until the others have read.
+    // NOTE: every lane arrives to free a stage. Beside wgmma ptxas takes a warp for converged, and drops the instruction that
+    // would hold one lane's arrival back until the others have read.
     template <int Width>
     static __device__ __forceinline__ void multiply(int k_blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index();
@@ -123,8 +123,8 @@ private:
         multiply_rest<Width>(k_blocks - block, sums, shared, ring);
     }
 
-    // The blocks that are left of K, fewer than a stage has.
-    // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
+    // Multiplies the rest of K: fewer blocks than a stage has.
+    // NOTE: nothing is in flight here: a second path beside one with A registers in flight makes ptxas serialize (C7513).
     template <int Width>
     static __device__ __forceinline__ void multiply_rest(int blocks, float* sums, Shared& shared, RingPosition<Stages>& ring) {
         if (blocks == 0) return;
@@ -140,15 +140,15 @@ private:
         ring.advance();
     }
 
-    // `Run` blocks of a stage from `first` on. While the tensor cores work on a group, the next one is decoded, and the next
-    // block is on its way from shared memory. On return one group is in flight; `earlier_done` is called once everything older
-    // than this call has finished.
+    // Multiplies `Run` blocks of a stage from `first` on. While the tensor cores work on a group, the next group is decoded, and
+    // the next block is loaded from shared memory. On return one group is in flight. `earlier_done` is called once everything
+    // older than this call has finished.
     template <int Width, int Run, typename F>
     static __device__ __forceinline__ void multiply_blocks(float* sums, const Stage& stage, int consumer, int first,
                                                            F earlier_done) {
         const uint8_t* my_codes = stage.codes[consumer] + first * mxfp4::kCodeBytes + threadIdx.x % 128 * 16;
         const uint8_t* my_scales = stage.scales[consumer] + first * mxfp4::kScaleBytes + threadIdx.x % 128 / 4 * 4;
-        // A block is half a row of tokens.
+        // A block of weights covers half a row of tokens in a stage.
         const uint32_t tokens = sm90::shared_address(stage.tokens) + first / 2 * Base::kTokenBytes + first % 2 * 64;
         uint4 codes = *reinterpret_cast<const uint4*>(my_codes);
         uint32_t scales = *reinterpret_cast<const uint32_t*>(my_scales);

@@ -1,4 +1,4 @@
-// grouped_gemm_packed_portable.cuh of MXFP4 weights (common/mxfp4.cuh).
+// The GEMM of grouped_gemm_packed_portable.cuh for MXFP4 weights (common/mxfp4.cuh).
 #pragma once
 #include "grouped_gemm_packed_portable.cuh"
 
@@ -6,7 +6,7 @@ namespace oxmoe {
 
 template <int Tokens>
 struct Mxfp4PortableForm : PortableForm<mxfp4::Form> {
-    static constexpr int kFewestGroups = Tokens == 16 ? 1 : 2;  // one group: half of the mma of a decoded weight
+    static constexpr int kFewestGroups = Tokens == 16 ? 1 : 2;  // with one group a decoded weight serves half of the mma
 
     static __device__ __forceinline__ void decode(const uint32_t (&codes)[4], int step, uint32_t multipliers, uint32_t (&a)[4]) {
         mxfp4::decode(codes[step], multipliers, a);

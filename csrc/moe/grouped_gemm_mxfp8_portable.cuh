@@ -1,4 +1,4 @@
-// grouped_gemm_packed_portable.cuh of MXFP8 weights (common/mxfp8.cuh) and of tokens that are MXFP8 numbers in bf16.
+// The GEMM of grouped_gemm_packed_portable.cuh for MXFP8 weights (common/mxfp8.cuh) and tokens that are MXFP8 numbers in bf16.
 #pragma once
 #include "../common/mxfp8.cuh"
 #include "grouped_gemm_packed_portable.cuh"

@@ -1,5 +1,5 @@
-// The Hopper grouped GEMM with packed MXFP8 weights (mxfp8.cuh) and tokens that are bf16 numbers of MXFP8; what an activation
-// puts out becomes that too.
+// The Hopper grouped GEMM with packed MXFP8 weights (mxfp8.cuh) and tokens that are MXFP8 numbers in bf16. Outputs of an
+// activation are rounded to such numbers too.
 #pragma once
 #include "../common/mxfp8.cuh"
 #include "grouped_gemm_packed_sm90.cuh"

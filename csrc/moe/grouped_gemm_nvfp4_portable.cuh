@@ -1,4 +1,5 @@
-// grouped_gemm_packed_portable.cuh of NVFP4 weights (common/nvfp4_packed.cuh); tokens are bf16, or NVFP4 numbers in bf16.
+// The GEMM of grouped_gemm_packed_portable.cuh for NVFP4 weights (common/nvfp4_packed.cuh); tokens are bf16, or NVFP4 numbers in
+// bf16.
 #pragma once
 #include "../common/nvfp4_packed.cuh"
 #include "grouped_gemm_packed_portable.cuh"

@@ -1,14 +1,15 @@
-// Grouped GEMM of packed weights of 4 or 8 bits with a scale for each 16 or 32 of a row, and bf16 tokens, for any GPU from sm_80.
-// portable.cuh has the loop; here, codes and scales of a block come through shared memory as they lie in memory, and each warp
-// decodes its own A fragments in registers: all warps lie along the weight rows, so a weight is decoded once for all tokens of
-// the tile.
+// Grouped GEMM for any GPU from sm_80, with bf16 tokens and packed weights of 4 or 8 bits, which have a scale for each 16 or 32
+// of a row. portable.cuh has the loop. Here codes and scales of a block come through shared memory in their order in memory, and
+// each warp decodes its own A fragments in registers. All warps lie along the weight rows, so a weight is decoded once for all
+// tokens of the tile.
 //
-// p.weights are the codes, p.block_scales the scales, both of ceil(rows / 64) x ceil(k / 64) blocks an expert; sums are
-// multiplied by p.expert_scales before the bias. Tokens are zero beyond k, as the codes are: a scale there may be anything
-// finite. Codes do not depend on p.layout, the bias does.
+// p.weights are the codes and p.block_scales the scales, both of ceil(rows / 64) x ceil(k / 64) blocks for each expert. Sums are
+// multiplied by p.expert_scales before the bias. Tokens and codes are zero beyond k, so a scale there may have any finite value.
+// Codes do not depend on p.layout, but the bias does.
 //
-// `Form` has kVectors, of 16 bytes a thread has of a block's codes, one for every 2048 bytes and part of its k16 steps,
-// kScaleWords that a quad shares, kFactorsOfHalves (a gated expert's gate and up rows have factors of their own), and
+// `Form` has kVectors, the number of 16-byte vectors that a thread has of a block's codes. There is one for every 2048 bytes, and
+// each has a part of the k16 steps. `Form` also has kScaleWords, the number of words of scales that a quad shares, and
+// kFactorsOfHalves (a gated expert's gate and up rows have factors of their own), and
 //   multipliers(scale words, step of the block)
 //   decode(vector, step, multipliers, a)
 #pragma once
@@ -17,7 +18,7 @@
 
 namespace oxmoe {
 
-// What a `Form` here shares with the one of Hopper's kernels, such as mxfp4::Form.
+// The part of a `Form` that comes from the `Form` of Hopper's kernels, such as mxfp4::Form.
 template <typename Packed>
 struct PortableForm {
     static constexpr int kVectors = Packed::kCodeBytes / 2048, kScaleWords = Packed::kQuadScales / 4;
@@ -58,11 +59,12 @@ struct GroupedGemmPackedPortable {
 
     struct Weights {
         static constexpr int kPassBytes = 16 * kThreads;
-        static constexpr int kScaleThreads = kScaleBytes / 16;  // a block's
+        static constexpr int kScaleThreads = kScaleBytes / 16;  // threads for a block's scales
 
-        // This thread's next 16 bytes: of codes in the unit's first block of rows, of scales in its own.
+        // This thread's next 16 bytes: of codes in the unit's first block of rows, and of scales in the block of rows that it
+        // copies.
         const uint8_t *codes, *scales;
-        int blocks;  // of rows that exist
+        int blocks;  // blocks of rows that exist
 
         __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
             const int row_blocks = (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows, first = row_block * kBlocks;
@@ -92,12 +94,12 @@ struct GroupedGemmPackedPortable {
         }
     };
 
-    // A slice of 16 rows has 16 bytes of codes a lane and vector, and kScaleWords of scales a quad.
+    // In a slice of 16 rows each lane has 16 bytes of codes for each vector, and each quad shares kScaleWords of scales.
     struct Addresses {
         uint32_t codes, scales;
         typename Shape::TokenAddress tokens;
 
-        // NOTE: kept in registers where issue slots are the bound: computed again for every stage, they were 14 of 220
+        // NOTE: these stay in registers if issue slots are the bound: computed again for every stage, they were 14 of 220
         // instructions.
         __device__ __forceinline__ Addresses()
             : codes((first_row() * 2 + Shape::lane()) * 16),
@@ -105,7 +107,7 @@ struct GroupedGemmPackedPortable {
             if (Tokens == 16) sm80::keep(codes), sm80::keep(scales), sm80::keep(tokens.row), sm80::keep(tokens.chunk);
         }
 
-        // Of 32 bytes each: those of a vector, then those of the next.
+        // The warp's first row, counted in rows of 32 bytes: all rows of a vector come before those of the next vector.
         static __device__ __forceinline__ int first_row() {
             const int row = Shape::first_warp_row();
             return Form::kVectors == 1 ? row : row / mxfp4::kBlockRows * (kCodeBytes / 32) + row % mxfp4::kBlockRows;

@@ -1,23 +1,24 @@
 // Both grouped GEMMs of a layer for Hopper, with packed weights and bf16 tokens: out[place] = activation(weights[expert(place)]
-// x[row(place)] + bias[expert(place)]), then the same of these rows without an activation; or one of them. Exact where weights
-// are bf16 numbers, such as e2m1 or e4m3 times a power of two, or e2m1 times e4m3.
+// x[row(place)] + bias[expert(place)]), then GEMM2 does the same with these rows, without an activation. A launch may also have
+// one of the GEMMs alone. The products are exact if weights are bf16 numbers, such as e2m1 or e4m3 times a power of two, or e2m1
+// times e4m3.
 //
-// `Form` is what the weights are packed as: blocks of 64 rows x 64 K, four warps each; see mxfp4::Form, mxfp8::Form, nvfp4::Form.
-// A thread reads its part of a block and decodes it into the A fragments of four k16 steps.
+// `Form` is the packed form of the weights: blocks of 64 rows x 64 K, each for four warps; see mxfp4::Form, mxfp8::Form,
+// nvfp4::Form. A thread reads its part of a block and decodes it into the A fragments of four k16 steps.
 //
-// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's. Weights come as they lie in memory, MXFP4's 4.25 bits
-// each, and are decoded in registers, 52 instructions for 64 x 64 of them and warp, of 75 in all; memory's rate leaves about 125
-// cycles, of MXFP8 250.
+// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's. Weights come in their order in memory (MXFP4: 4.25
+// bits each), and are decoded in registers. A warp decodes 64 x 64 weights in 52 of 75 instructions; the rate of memory leaves
+// about 125 cycles for them (MXFP8: 250).
 //
-// Up to 32 tokens a warp multiplies with mma.sync: it goes on decoding meanwhile, where wgmma with A in registers would hold it
-// up. Wider tiles use wgmma, several warpgroups a CTA, so that one decodes while another multiplies. The two give the same bits.
-// Either way a stage's K blocks are one straight run of code.
+// For up to 32 tokens a warp multiplies with mma.sync, during which it goes on decoding: wgmma with A in registers would hold it
+// up. Wider tiles use wgmma with several warpgroups in a CTA, so that one decodes while another multiplies. Both give the same
+// bits. Either way a stage's K blocks are one straight run of code.
 //
-// Units of GEMM2 follow those of GEMM1 without a break: w2 is on its way while the last of w13 is multiplied, and only the tokens
-// of a unit wait, until all of GEMM1's output for them is there.
+// Units of GEMM2 follow those of GEMM1 without a break. w2 is in flight while the last of w13 is multiplied. Only the tokens of a
+// unit wait, until all of GEMM1's output for them is there.
 //
-// Progress: CTAs take their units, the first one as well, from one counter, GEMM1's before GEMM2's. So what a unit waits for is
-// in the hands of a CTA that runs, and is before whatever that one waits for; CTAs need not be on the GPU all at once.
+// Progress: CTAs take all their units, also the first one, from one counter, GEMM1's before GEMM2's. So a unit waits only for
+// units that running CTAs have, and these are earlier units than itself. CTAs need not be on the GPU all at once.
 //
 // Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out.
 #pragma once
@@ -43,11 +44,11 @@ struct GroupedGemmPackedSm90 {
     static constexpr int kUnitSlots = Base::kUnitSlots;
     static constexpr int kSharedBytes = sizeof(Shared);
     static constexpr int kCtas = Pipeline::kCtas;
-    static constexpr int kSteps = Pipeline::kSteps;                           // of 16 K, in a group of wgmma
-    static constexpr int kGroups = 4 / Form::kGroupSteps;                     // of a block's K, with a scale each
-    static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // an expert's
+    static constexpr int kSteps = Pipeline::kSteps;                           // k16 steps in a group of wgmma
+    static constexpr int kGroups = 4 / Form::kGroupSteps;                     // groups of a block's K that have a scale each
+    static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // factors of an expert
     static constexpr bool kMmaSync = MaxTokens <= 32;
-    // Arrivals of a warpgroup that free a stage, or say that a unit is stored.
+    // Arrivals of a warpgroup that free a stage, or that announce a stored unit.
     static constexpr int kReaders = kMmaSync ? 4 : 128;
 
     static __device__ __forceinline__ void run(const GemmPairParams& p) {
@@ -98,7 +99,7 @@ private:
                 if (!work.is_down()) release(&shared.stored[work.stored], true);
                 continue;
             }
-            // NOTE: before the multiplication, so that nobody waits for them after it.
+            // NOTE: these are loaded before the multiplication, so that no warp waits for them after it.
             typename Base::Biases bias;
             float factors[kFactors];
             if (work.is_down())
@@ -123,7 +124,7 @@ private:
         }
     }
 
-    // The biases of a lane's rows, and what the expert's sums are multiplied by: gate and up rows may differ.
+    // Loads the biases of a lane's rows, and the factors of the expert's sums: gate and up rows may have different ones.
     template <typename Gemm>
     static __device__ __forceinline__ void load(const WorkUnit& work, const GroupedGemmParams& p, typename Base::Biases& bias,
                                                 float (&factors)[kFactors]) {
@@ -133,7 +134,7 @@ private:
         for (int i = 0; i < kFactors; ++i) factors[i] = p.expert_scales[kOwn * work.expert + i % kOwn];
     }
 
-    // `After`: what outputs go through.
+    // Finishes a unit's sums. `After` is what outputs go through before they are stored.
     template <typename Gemm, typename After>
     static __device__ __forceinline__ void finish(const WorkUnit& work, const GroupedGemmParams& p,
                                                   float (&sums)[1][MaxTokens / 2], const typename Base::Biases& bias,
@@ -152,14 +153,14 @@ private:
         }
     }
 
-    // Frees a stage that all lanes of a warp have read. NOTE: by every lane beside wgmma, where ptxas takes a warp for converged
-    // and drops what would hold one lane's arrival back until the others have read.
+    // Frees a stage that all lanes of a warp have read. NOTE: beside wgmma every lane arrives, because ptxas takes a warp for
+    // converged there. It drops the instruction that would hold one lane's arrival back until the others have read.
     static __device__ __forceinline__ void release(uint64_t* empty, bool condition) {
         if constexpr (kMmaSync) __syncwarp();
         sm90::barrier_arrive_if(empty, condition && (!kMmaSync || threadIdx.x % 32 == 0));
     }
 
-    // Of a group of a block's K.
+    // The multipliers of a group of a block's K.
     using Multipliers = decltype(Form::multipliers(std::declval<const typename Form::Scales&>(), 0));
 
     // A block's weights and half a block's tokens in registers.
@@ -203,12 +204,12 @@ private:
         }
     }
 
-    // mma.sync does not hold its warp up, so that decoding overlaps with it within a warp.
+    // Multiplies with mma.sync, which does not hold its warp up, so decoding overlaps with it within a warp.
     template <int Width>
     static __device__ __forceinline__ void multiply_by_warp(int k_blocks, float* sums, Shared& shared,
                                                             RingPosition<Stages>& ring) {
         const int consumer = Base::consumer_index(), thread = threadIdx.x % 128, lane = threadIdx.x % 32;
-        // Tile i of four is tokens 0 to 7, chunk i of 64 bytes.
+        // Tile i of the four has tokens 0 to 7 and chunk i of 64 bytes.
         const uint32_t swizzled = lane % 8 * 128 + ((lane / 8) ^ (lane % 8)) * 16;
 #pragma unroll 1
         for (int block = 0; block < k_blocks; block += Blocks, ring.advance()) {
@@ -261,7 +262,7 @@ private:
         }
         sm90::wgmma_wait<0>();
         release(&shared.empty[previous], block > 0);
-        // NOTE: with nothing in flight: a second path beside one with A registers in flight makes ptxas serialize (C7513).
+        // NOTE: nothing is in flight here: a second path beside one with A registers in flight makes ptxas serialize (C7513).
         if (Blocks == 1 || block == k_blocks) return;
         sm90::barrier_wait(&shared.full[ring.slot], ring.parity);
         sm90::fence_async_proxy();
@@ -274,9 +275,9 @@ private:
         ring.advance();
     }
 
-    // `Run` K blocks of a stage from block `first` on. While the tensor cores work on a group, the next one is decoded, and the
-    // next block is on its way from shared memory. On return one group is in flight; `earlier_done` is called once everything
-    // older than this call has finished.
+    // Multiplies `Run` K blocks of a stage from block `first` on. While the tensor cores work on a group, the next group is
+    // decoded, and the next block is loaded from shared memory. On return one group is in flight. `earlier_done` is called once
+    // everything older than this call has finished.
     template <int Width, int Run, typename F>
     static __device__ __forceinline__ void multiply_blocks(float* sums, const Stage& stage, int consumer, int first,
                                                            F earlier_done) {

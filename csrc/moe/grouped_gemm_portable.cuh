@@ -1,5 +1,5 @@
 // Grouped GEMM for any GPU from sm_80: out[place] = activation(weights[expert(place)] x[row(place)] + bias[expert(place)]),
-// 16-bit in and out, any rows, k and out_columns. portable.cuh has the loop; here, weights come through shared memory.
+// 16-bit in and out, any rows, k and out_columns. portable.cuh has the loop. Here weights come through shared memory.
 //
 // Vector 8 needs k % 8 == 0 and 16-byte aligned x and weights; Vector 1 takes any k with loads of single elements.
 #pragma once
@@ -7,11 +7,11 @@
 
 namespace oxmoe {
 
-// `InColumns`, `OutColumns`: as of PortableShape.
+// `InColumns` and `OutColumns` are PortableShape's.
 template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector, int InColumns = 1,
           int OutColumns = 1>
 struct GroupedGemmPortable {
-    // Wide tiles are square a warp: the fewest shared-memory reads.
+    // In wide tiles a warp's part is square, which needs the fewest shared-memory reads.
     static constexpr int kTokenWarps = (Tokens == 128) ? Warps / 2 : (Warps * 32 > Rows) ? Warps * 32 / Rows : 1;
     using Order = DealtRows<Gated>;
     using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, kTokenWarps, Vector, Order, InColumns, OutColumns>;
@@ -26,7 +26,7 @@ struct GroupedGemmPortable {
 
     struct Weights {
         const Element* weights;  // this thread's chunk of its first row
-        int first_column;        // of that row
+        int first_column;        // output column of that row
 
         __device__ __forceinline__ void open(const GroupedGemmParams& p, const Tile& tile, int row_block) {
             first_column = row_block * Shape::kUnitColumns + Order::column_of(Shape::copy_row());

@@ -1,26 +1,27 @@
 // Grouped GEMM for Hopper, 16-bit in and out: out[place] = activation(weights[expert(place)] x[row(place)] +
 // bias[expert(place)]).
 //
-// Weights are wgmma's A (64 rows each), tokens its N: a token tile is as narrow as the tile's count asks for.
+// Weights are wgmma's A (64 rows each), tokens its N: a multiplication is only as wide as the tile's count needs.
 //
-// A layer's weights push its code out of every cache, and a cold line of it costs as much as any other access to memory: hence
+// A layer's weights push its code out of every cache, and a cold line of code costs as much as any other access to memory. Hence
 // no loop is unrolled that does not need it.
 //
-// Persistent and warp-specialised. Warps 0 to 3: weight copies, schedule, two warps of token gathering; then `Consumers`
-// warpgroups, each with RowTiles x 64 weight rows.
+// The kernel is persistent and warp-specialised. Warps 0 to 3 do weight copies, schedule and, with two warps, token gathering.
+// Then come `Consumers` warpgroups, each with RowTiles x 64 weight rows.
 //
-// Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. Any other shape is the
-// portable kernel's. The weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements a box, the 128-byte swizzle, and orders
-// rows as slices of 16, each two halves of 8. Gated kinds want 8 gate rows and the 8 matching up rows in a slice, so that one
-// lane holds a gate and its up; the strides see to it (I = out_columns):
+// Needs k % 8 == 0, rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and out. The portable kernel takes
+// any other shape. A box of the weights' tensor map has 64 x 8 x 2 x (kRows / 16) x 1 elements, in the 128-byte swizzle. The map
+// orders rows as slices of 16, each two halves of 8. Gated kinds need 8 gate rows and the 8 matching up rows in a slice, so that
+// one lane holds a gate and its up; the strides see to it (I = out_columns):
 //   dimension                k    row in half    half    slice        expert
 //   size                     k    8              2       rows / 16    experts
 //   stride in rows, plain         1              8       16           rows
 //   [gate; up], [up; gate]        1              I       8            2 I
 //   interleaved                   2              1       16           2 I
-// Two row tiles a consumer are a pair: a strip of 32 rows is a slice in each of them, ordered so that a lane's sums of a token
-// are neighbouring columns of the output and go out from registers. Needs rows % 32 == 0 (gated: out_columns % 16 == 0). A box is
-// 64 x 8 x 1 x 2 x 4; strips count on from expert to expert (E experts; the last dimension ends where the last half does):
+// If a consumer has two row tiles, they are a pair. A strip of 32 rows is a slice in each of them. It is ordered so that a lane's
+// sums of a token are neighbouring columns of the output, which are stored from registers. Needs rows % 32 == 0 (gated:
+// out_columns % 16 == 0). A box is 64 x 8 x 1 x 2 x 4. Strips count on from expert to expert (E experts; the last dimension ends
+// where the last half does):
 //   dimension                k    row in half    tile of pair    half    strip
 //   size                     k    8              2               2       E rows / 32, halves: (2 E - 1) I / 16
 //   stride in rows, plain         4              2               1       32
@@ -61,13 +62,14 @@ struct GroupedGemmSm90 {
     static constexpr int kGatherThreads = 64;
     static constexpr int kFetchLead = 8;               // K blocks between fetching a unit and starting it
     static constexpr int kOutputBits = Gated ? 3 : 4;  // log2 of a warp's output columns in a row tile
-    // A warpgroup's epilogue goes in chunks of tokens that fill a 4 KB buffer, or of 16 where those are not whole, or of four.
+    // A warpgroup's epilogue takes chunks of tokens that fill a 4 KB buffer. It takes chunks of 16 if MaxTokens is no multiple of
+    // these, or if there are four consumers.
     static constexpr int kOutputBytes = Gated ? 64 : 128;
     static constexpr int kFullChunk = MaxTokens < 4096 / kOutputBytes ? MaxTokens : 4096 / kOutputBytes;
     static constexpr int kChunk = MaxTokens % kFullChunk == 0 && Consumers < 4 ? kFullChunk : 16;
     static constexpr int kStagingBytes = kChunk * kOutputBytes;
     static constexpr bool kPaired = RowTiles == 2;
-    // Between the widths that a tile can be multiplied at.
+    // Distance between the widths that a tile can be multiplied at.
     static constexpr int kWidthStep = kPaired ? 8 : 16;
 
     struct alignas(128) Shared {
@@ -75,7 +77,7 @@ struct GroupedGemmSm90 {
             uint8_t tokens[kTokenBytes], weights[kWeightBytes];
         } stage[Stages];
         uint8_t staging[Consumers][kPaired ? 8 : 2 * kStagingBytes];
-        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        uint32_t source[kUnitSlots][MaxTokens];  // start of a token's row of x, in 16-byte units
         WorkUnit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
         uint64_t stored[kUnitSlots];
@@ -84,13 +86,13 @@ struct GroupedGemmSm90 {
 
     static constexpr int kThreads = 128 * (1 + Consumers);
     static constexpr int kSharedBytes = sizeof(Shared);
-    // 228 KB an SM, 1 KB of it the system's for each CTA.
+    // The limit is 228 KB of shared memory an SM, 1 KB of which the system takes for each CTA.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024);
     static constexpr int kCtasByRegisters = MaxTokens * RowTiles >= 128 ? 1
                                             : MaxTokens * RowTiles > 32 ? 768 / kThreads
                                                                         : 1152 / kThreads;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
-    // Beyond 128 sums a thread, consumers take registers from the producers: 56 + 2 * 224 is what 3 * 168 make.
+    // Beyond 128 sums a thread, consumers take registers from the producers: 56 + 2 * 224 is as many as 3 * 168.
     static constexpr bool kMovesRegisters = MaxTokens * RowTiles > 256;
     static_assert(!kMovesRegisters || Consumers == 2, "the registers of all threads");
 
@@ -120,7 +122,8 @@ struct GroupedGemmSm90 {
         }
     }
 
-    // What follows also serves the fused layer and the MXFP4 kernel: `Buffers` is any struct with the members of Shared they use.
+    // The functions from here on also serve the fused layer and the MXFP4 kernel: `Buffers` is any struct with the members of
+    // Shared they use.
 
     template <typename Buffers>
     static __device__ __forceinline__ void init_barriers(Buffers& shared, int readers) {
@@ -133,7 +136,7 @@ struct GroupedGemmSm90 {
         sm90::barrier_init_fence();
     }
 
-    // `readers`: threads that take units.
+    // `readers` is the number of threads that take units.
     template <typename Buffers>
     static __device__ __forceinline__ void init_unit_barriers(Buffers& shared, int readers) {
         for (int u = 0; u < kUnitSlots; ++u) {
@@ -143,16 +146,17 @@ struct GroupedGemmSm90 {
         sm90::barrier_init(&shared.fetch_next, 1);
     }
 
-    // NOTE: from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform registers.
+    // NOTE: this is from a shuffle, so that ptxas knows it to be the same in all lanes and keeps descriptors in uniform
+    // registers.
     static __device__ __forceinline__ int consumer_index() { return __shfl_sync(0xFFFFFFFF, threadIdx.x / 128 - 1, 0); }
 
-    // Whether any of a consumer's rows lies inside the expert's weights, and inside the unit where that is one consumer's.
+    // Whether any of a consumer's rows lies inside the expert's weights, and inside the unit, which may be one consumer's.
     static __device__ __forceinline__ bool has_rows(const GroupedGemmParams& p, const WorkUnit& work, int consumer) {
         if (work.row_block < 0) return ~work.row_block % Consumers == consumer;
         return (work.row_block * Consumers + consumer) * RowTiles * 64 < p.rows;
     }
 
-    // That of a unit which may be one consumer's.
+    // The row block of a unit, which may be one consumer's.
     static __device__ __forceinline__ int row_block(const WorkUnit& work) {
         return work.row_block < 0 ? ~work.row_block / Consumers : work.row_block;
     }
@@ -161,8 +165,8 @@ struct GroupedGemmSm90 {
 
     // ---- schedule: one warp turns the schedule's tiles into work units ----
 
-    // `SplitsLast`: units that are left when all CTAs have had equally many go out consumer by consumer, where each CTA then gets
-    // one at most.
+    // `SplitsLast`: when all CTAs have had equally many units, the units that are left go out consumer by consumer, if each CTA
+    // then gets at most one.
     template <bool ByExpert = kPaired, bool SplitsLast = false, typename Buffers>
     static __device__ __forceinline__ void schedule(const GroupedGemmParams& p, Buffers& shared) {
         const int lane = threadIdx.x % 32, row_blocks = (p.rows + kRows - 1) / kRows, tile_count = *p.tile_count;
@@ -187,8 +191,8 @@ struct GroupedGemmSm90 {
         hand_out<SplitsLast>(p, shared, p.next_unit != nullptr, blockIdx.x, next, unit_at, [](const WorkUnit&) {});
     }
 
-    // From the first unit on `next(unit)` after each, as `unit_at(unit)` has them: until one's expert is -1. `on_demand`: not
-    // before the one before nears its end. `handed_out(unit)`: after each.
+    // Hands out the first unit, and `next(unit)` after each, as `unit_at(unit)` returns them, until a unit's expert is -1.
+    // `on_demand`: a unit is fetched only when the previous one nears its end. `handed_out(unit)` is called after each.
     template <bool SplitsLast, typename Params, typename Buffers, typename Next, typename UnitAt, typename HandedOut>
     static __device__ __forceinline__ void hand_out(const Params& params, Buffers& shared, bool on_demand, int unit, Next next,
                                                     UnitAt unit_at, HandedOut handed_out) {
@@ -198,7 +202,7 @@ struct GroupedGemmSm90 {
         for (;; ring.advance(), fetches.advance()) {
             auto work = unit_at(unit);
             const GroupedGemmParams& p = gemm_of(params, work);
-            // Row tiles of the last row block that an expert does not have.
+            // This skips row tiles of the last row block that an expert does not have.
             while (SplitsLast && work.row_block < 0 && ~work.row_block * 64 >= p.rows) {
                 unit = next(unit);
                 work = unit_at(unit);
@@ -219,10 +223,12 @@ struct GroupedGemmSm90 {
 
     // ---- tokens: 8 neighbouring threads copy 128 bytes of a row; columns of the tile without a token keep old bytes ----
 
-    // `Blocks` K blocks a stage. `first_of_unit(work, sources, thread)`: its copies are done when those of the first stage are.
+    // `Blocks` is the number of K blocks in a stage. The copies of `first_of_unit(work, sources, thread)` are done when those of
+    // the unit's first stage are.
     template <int Blocks = 1, typename Buffers, typename... F>
     static __device__ __forceinline__ void gather(const GroupedGemmParams& p, Buffers& shared, F... first_of_unit) {
-        // A pass is one row a thread. Whole groups of passes run unrolled from registers, the rest of the tile in a loop.
+        // In a pass each thread copies from one row. Whole groups of passes run unrolled from registers, the rest of the tile in
+        // a loop.
         constexpr int kPassRows = kGatherThreads / 8, kGroup = 4, kGroupRows = kGroup * kPassRows,
                       kGroups = MaxTokens / kGroupRows;
         const int thread = threadIdx.x % kGatherThreads, chunk = thread % 8, first = thread / 8, chunks = p.k / 8;
@@ -244,7 +250,7 @@ struct GroupedGemmSm90 {
                 // NOTE: beyond k the tokens must be zero as well as the weights: 0 * NaN is NaN.
                 const bool inside = block * 8 + chunk < chunks;
                 const uint4* x = reinterpret_cast<const uint4*>(p.x) + (inside ? block * 8 + chunk : 0);
-                asm("" : "+l"(x));  // one sum a block instead of one a row
+                asm("" : "+l"(x));  // one sum for each block instead of one for each row
                 const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + staged * kTokenBytes + swizzled;
 #pragma unroll
                 for (int group = 0; group < kGroups; ++group) {
@@ -268,11 +274,11 @@ struct GroupedGemmSm90 {
     }
 
 private:
-    // ---- weights: one thread, one box a stage, or two for each consumer that has rows ----
+    // ---- weights: one thread copies one box for each stage, or two for each consumer that has rows ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& weights, const GroupedGemmParams& p, Shared& shared) {
         if (threadIdx.x != 0) return;
-        // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+        // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
         const int fetch_block = max(0, k_blocks(p) - kFetchLead);
         RingPosition<kUnitSlots> units;
         RingPosition<Stages> ring;
@@ -318,8 +324,8 @@ private:
             }
             Biases bias;
             load_biases(work, p, bias);
-            // NOTE: all of them, also where the width leaves some unused: ptxas serializes wgmma on undefined sums (C7515). In
-            // asm, else every width gets its own copy of the zeroing.
+            // NOTE: this clears all sums, also those that the width does not use: ptxas serializes wgmma on undefined sums
+            // (C7515). It is in asm, because otherwise every width gets its own copy of the zeroing.
             float sums[RowTiles][MaxTokens / 2];
 #pragma unroll
             for (int i = 0; i < RowTiles * MaxTokens / 2; ++i) {
@@ -336,7 +342,7 @@ private:
     }
 
 public:
-    // The smallest width that holds the tile, by bisection.
+    // Multiplies at the smallest width that holds the tile, found by bisection.
     template <int Low, int High, typename Buffers>
     static __device__ __forceinline__ void multiply_at_width(int count, int blocks, float (&sums)[RowTiles][MaxTokens / 2],
                                                              Buffers& shared, RingPosition<Stages>& ring) {
@@ -364,7 +370,8 @@ public:
             const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens);
             const uint32_t weights =
                 sm90::shared_address(shared.stage[ring.slot].weights) + consumer * RowTiles * kWeightTileBytes;
-            // NOTE: fence, commit and wait once a block: around the loop instead, ptxas serializes (C7519, C7520).
+            // NOTE: fence, commit and wait come once for each block: if they are around the loop instead, ptxas serializes
+            // (C7519, C7520).
             sm90::wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kBlockK / 16; ++i) {
@@ -383,7 +390,7 @@ public:
         sm90::barrier_arrive_if(&shared.empty[previous], is_lane_0);
     }
 
-    // ---- epilogue: sums are (weight row, token), the output is [token][weight row]; turned by stmatrix in shared memory ----
+    // ---- epilogue: sums are (weight row, token), outputs [token][weight row]; stmatrix transposes them in shared memory ----
 
     static __device__ __forceinline__ float load_bias(const GroupedGemmParams& p, size_t index) {
         if (p.bias_dtype == Dtype::F32) return reinterpret_cast<const float*>(p.bias)[index];
@@ -391,8 +398,8 @@ public:
         return to_float(reinterpret_cast<const __half*>(p.bias)[index]);
     }
 
-    // Row of the expert's weights at `row` (0 to 7) of half `half` of a warp's slice of a row tile.
-    // `GateFirst`: a pair's halves are gate and up whatever the layout, as packed weights have them.
+    // Returns the row of the expert's weights at `row` (0 to 7) of half `half` of a warp's slice of a row tile. `GateFirst`: a
+    // pair's halves are gate and up whatever the layout, as packed weights have them.
     template <bool GateFirst>
     static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int row_tile, int warp, int half, int row) {
         if (Gated && GateFirst && p.layout == W13Layout::UpGate) half ^= 1;
@@ -402,10 +409,10 @@ public:
         return p.layout == W13Layout::Interleaved ? column * 2 + half : half * p.out_columns + column;
     }
 
-    // Of a lane's two rows in each row tile.
+    // The biases of a lane's two rows in each row tile.
     using Biases = float[RowTiles][2];
 
-    // NOTE: before the multiplication, so that nobody waits for them after it.
+    // NOTE: call this before the multiplication, so that no warp waits for the biases after it.
     template <bool GateFirst = false>
     static __device__ __forceinline__ void load_biases(const WorkUnit& work, const GroupedGemmParams& p, Biases& bias) {
         const int consumer = threadIdx.x / 128 - 1, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -432,8 +439,8 @@ public:
         }
     }
 
-    // Bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
-    // activation is done; a gated kind's outputs then lie where its gates were. kSlotWeights false: there are none.
+    // Applies bias, router weights and the less common layouts and activations, out of the common path's way. Returns whether the
+    // activation is done; a gated kind's outputs then replace its gates. kSlotWeights is false if there are no router weights.
     template <bool GateFirst = false, bool kSlotWeights = true>
     static __device__ __forceinline__ bool prepare_sums(const WorkUnit& work, float (&sums)[RowTiles][MaxTokens / 2],
                                                         const Biases& bias, const GroupedGemmParams& p) {
@@ -472,6 +479,24 @@ public:
             }
             return true;
         }
+        if (Gated && p.activation.kind == ActivationKind::Situ) {
+            const SituFunction situ(p, work.expert);
+            // NOTE: the branches keep outputs apart that would otherwise need registers all at once. Tiles of few tokens have no
+            // registers for two outputs. The widest tiles with one row tile spill with branches, and not without. If kSlotWeights
+            // is false, the first 8 columns need not be the tile's tokens.
+            constexpr bool kOneByOne = kSlotWeights && MaxTokens <= 16, kAtOnce = RowTiles == 1 && MaxTokens >= 192;
+#pragma unroll
+            for (int n = 0; n < MaxTokens; n += 8) {
+                if (!kAtOnce && n > 0 && n >= work.count) break;
+#pragma unroll
+                for (int i = 0; i < RowTiles * 2; ++i) {
+                    if (kOneByOne && n + i % 2 >= work.count) continue;
+                    float* d = &sums[i / 2][n / 2 + i % 2];
+                    d[0] = situ(d[0], d[2]);
+                }
+            }
+            return true;
+        }
         const ActivationFunction activation(p.activation);
 #pragma unroll
         for (int i = 0; i < RowTiles * kSums; ++i) {
@@ -484,13 +509,13 @@ public:
         return true;
     }
 
-    // Where this lane's address for stmatrix lies in a chunk, relative to token 0 of 16; chunks of 16 bytes are swizzled.
+    // The offset of this lane's address for stmatrix in a chunk, relative to token 0 of 16; chunks of 16 bytes are swizzled.
     static __device__ __forceinline__ uint32_t staged_offset(int token, int chunk) {
         return Gated ? token * 64 + ((chunk ^ token / 2 % 4) * 16) : token * 128 + ((chunk ^ token % 8) * 16);
     }
 
-    // Of a pair of row tiles: a lane's 4 columns of a token (gated: 2) are neighbours, 8 lanes store 64 (32) bytes, whole
-    // sectors.
+    // Stores a pair of row tiles. A lane's 4 columns of a token (gated: 2) are neighbours, and 8 lanes store 64 (gated: 32)
+    // bytes, whole sectors.
     template <bool Activated>
     static __device__ __forceinline__ void store_pairs(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                        const GroupedGemmParams& p) {
@@ -518,7 +543,8 @@ public:
         }
     }
 
-    // `Form`: what outputs go through. Where its lanes exchange, all of a warp do, also those without a token.
+    // Stores outputs after `Form`, which they go through. If lanes exchange values in it, all lanes of a warp call it, also those
+    // without a token.
     template <bool Activated, typename Form = sm90::Unchanged, typename Buffers>
     static __device__ __forceinline__ void store(const WorkUnit& work, const float (&sums)[RowTiles][MaxTokens / 2],
                                                  const GroupedGemmParams& p, Buffers& shared, uint32_t& staging) {
@@ -528,7 +554,8 @@ public:
         const SwigluFunction swiglu(p.activation);
         const auto own = Form::of_expert(p, work.expert);
         const uint32_t buffers = sm90::shared_address(shared.staging[consumer]);
-        // stmatrix: gated, lane l % 16 addresses a token; plain, lanes 8 to 15 and 24 to 31 the second half of the slice.
+        // Addresses for stmatrix: if gated, lane l % 16 addresses a token; otherwise lanes 8 to 15 and 24 to 31 address the
+        // second half of the slice.
         const uint32_t turned =
             Gated ? staged_offset(lane % 16, warp) : staged_offset(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
         const int token = thread / kTokenThreads;
@@ -559,7 +586,8 @@ public:
                     }
                     sm90::store_tiles_turned(buffers + staging + step * kOutputBytes + turned, packed);
                 }
-                // One barrier a chunk: the buffer before last is free when everybody is here again.
+                // One barrier for each chunk is enough: the buffer before last is free when all threads of the warpgroup are here
+                // again.
                 sm90::named_barrier(1 + consumer, 128);
 #pragma unroll
                 for (int n = 0; n < kChunk; n += kPassTokens) {

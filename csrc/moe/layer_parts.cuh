@@ -1,4 +1,4 @@
-// What the layers of few tokens in one launch have in common beside their GEMMs: counters, marks, stores and the combine.
+// Parts that the layers of few tokens in one launch share beside their GEMMs: counters, marks, stores and the combine.
 #pragma once
 #include <cstdint>
 
@@ -12,20 +12,20 @@
 
 namespace oxmoe {
 
-// Those of launches on one workspace, which follow each other (src/counters.rs): zero before the first one, and nobody zeroes
-// them between two. Each launch adds kLaunch to either; `started` numbers them.
+// Counters of the launches on one workspace, which follow each other (src/counters.rs). They are zero before the first launch,
+// and no launch zeroes them. Each launch adds kLaunch to either; `started` numbers the launches.
 struct LayerCounters {
     static constexpr uint32_t kLaunch = 1024;
 
-    uint32_t started, marked;  // CTAs, all launches' together
+    uint32_t started, marked;  // shares of CTAs, summed over all launches
 };
 
 namespace layer_parts {
 
-// Returns n / d. Exact below 2^21: the error is less than half of 1 / d.
+// Returns n / d. The result is exact below 2^21: the error is less than half of 1 / d.
 __device__ __forceinline__ int divide(int n, int d) { return int((float(n) + 0.5f) * reciprocal_fast(float(d))); }
 
-// Returns what a CTA adds to either counter: those of all CTAs add up to kLaunch.
+// Returns the share that a CTA adds to either counter: the shares of all CTAs add up to kLaunch.
 __device__ __forceinline__ uint32_t share_of_launch() { return blockIdx.x == 0 ? LayerCounters::kLaunch + 1 - gridDim.x : 1; }
 
 // Says that this CTA has marked its parts, waits until all CTAs have, and passes `marked`. `launch`: this launch's number.
@@ -35,15 +35,15 @@ __device__ __forceinline__ void await_marks(LayerCounters& counters, uint32_t sh
     sm90::barrier_arrive(marked);
 }
 
-// Marks this CTA's part of a GEMM's output absent, by thread `thread` of `threads`.
+// Marks this CTA's part of a GEMM's output absent; this is thread `thread` of `threads`.
 __device__ __forceinline__ void mark_absent(const GroupedGemmParams& p, const SelectParams& select, int thread, int threads) {
     const int vectors = select.tokens * select.top_k * (p.out_columns / 8);
 #pragma unroll 1
     for (int i = blockIdx.x * threads + thread; i < vectors; i += gridDim.x * threads) absent::mark_16(p.out + size_t(i) * 16);
 }
 
-// Stores a warp's sums of 16 weight rows and up to 8 tokens as they lie in registers, 8 lanes 16 bytes of a token: no barrier,
-// and for few tokens no more stores than turned ones.
+// Stores a warp's sums of 16 weight rows and up to 8 tokens from their order in registers: 8 lanes store 16 bytes of a token.
+// There is no barrier, and for few tokens there are no more stores than with transposed tiles.
 template <typename Element, bool Gated, bool Activated>
 __device__ __forceinline__ void store(int first, int count, int slice, const float* sums, const GroupedGemmParams& p) {
     constexpr int kHalves = Gated ? 1 : 2;
@@ -66,8 +66,9 @@ __device__ __forceinline__ void store(int first, int count, int slice, const flo
     }
 }
 
-// Copies rows [first, first + count) of GEMM1's output to shared memory, as soon as they are there, by thread `thread` of
-// `kThreads`; 16 bytes from column 8 c of row t to address_of(t, c), and zeros for what lies beyond k in its last 64.
+// Copies rows [first_row, first_row + count) of GEMM1's output to shared memory, as soon as they are there; this is thread
+// `thread` of `kThreads`. The 16 bytes from column 8 c of row t go to address_of(t, c). Columns beyond k in the last 64 become
+// zeros.
 template <int kThreads, typename Address>
 __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first_row, int count, int thread, Address address_of) {
     constexpr int kBatch = 4;
@@ -104,7 +105,7 @@ __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first
     }
 }
 
-// Combines this CTA's part of the layer's output, by thread `thread` of 128: groups of 8 threads with 32 bytes of a row.
+// Combines this CTA's part of the layer's output; this is thread `thread` of 128. Groups of 8 threads have 32 bytes of a row.
 template <typename Element, typename Slots>
 __device__ __forceinline__ void combine(const CombineParams& p, const Slots& slots, int thread) {
     using Vector = uint32_t;

@@ -1,16 +1,16 @@
-// GEMM1, GEMM2 and combine of a few tokens in one launch, for Hopper: between separate launches the memory traffic falls to
-// nothing and rises again, which for few tokens takes as long as the reading of the weights.
+// GEMM1, GEMM2 and combine of a few tokens in one launch, for Hopper. Between separate launches the memory traffic falls to
+// nothing and rises again. For few tokens this takes as long as reading the weights.
 //
-// A work unit is one tile of tokens times 64 weight rows, of w13 first, then of w2. Units have a fixed stride over the CTAs, so
-// every warp knows its CTA's units, and weights stream into shared memory without a break from one unit, and one matrix, to the
-// next: while GEMM1 ends, w2 fills the ring. Only a GEMM2 unit's tokens wait, until all rows of GEMM1's output of their tile are
-// there. The CTA that ends the last unit of 64 output columns sums them over the slots, in slot order.
+// A work unit is one tile of tokens times 64 weight rows, first of w13, then of w2. Units have a fixed stride over the CTAs, so
+// every warp knows its CTA's units. Weights stream into shared memory without a break from one unit, and one matrix, to the next:
+// while GEMM1 ends, w2 fills the ring. Only a GEMM2 unit's tokens wait, until all rows of GEMM1's output of their tile are there.
+// The CTA that ends the last unit of 64 output columns sums these columns over the slots, in slot order.
 //
-// Warps: 0 weight copies, 1 and 2 token copies, 3 none, 4 to 7 the consumer warpgroup. Sums, their K order, epilogues and
-// rounding are GroupedGemmSm90's and Combine's, and so are the bits.
+// Warp 0 copies weights, warps 1 and 2 copy tokens, warp 3 does nothing, and warps 4 to 7 are the consumer warpgroup. Sums, their
+// K order, epilogues and rounding are GroupedGemmSm90's and Combine's, and so are the bits.
 //
-// Progress: CTAs wait for each other, so the grid fits on the GPU at once (the plan sees to it), and no launch that could keep
-// CTAs out waits for this one: its successors start after all of them did.
+// Progress: CTAs wait for each other, so the grid fits on the GPU at once (the plan sees to it). No launch that could keep CTAs
+// out waits for this one, because its successors start after all of its CTAs.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -25,7 +25,7 @@ namespace oxmoe {
 // `Tokens` is the schedule's largest tile.
 template <typename Element, bool Gated, int Tokens, int Stages>
 struct LayerSm90 {
-    static constexpr int kWidth = 16;  // the narrowest N that the epilogue turns
+    static constexpr int kWidth = 16;  // the narrowest N that the epilogue transposes
     using Up = GroupedGemmSm90<Element, Gated, kWidth, 1, 1, Stages>;
     using Down = GroupedGemmSm90<Element, false, kWidth, 1, 1, Stages>;
 
@@ -35,7 +35,7 @@ struct LayerSm90 {
     static constexpr int kCopyThreads = 64;
 
     struct alignas(128) Shared {
-        // NOTE: with 8 tokens, wgmma reads the 8 columns that nobody looks at from the weights behind them.
+        // NOTE: with 8 tokens, wgmma reads 8 columns, whose results are not used, from the weights after the tokens.
         struct {
             uint8_t tokens[Tokens * 128], weights[kWeightBytes];
         } stage[Stages];
@@ -85,7 +85,7 @@ private:
         bool down;
     };
 
-    // Unit `unit`, tile by tile and matrix by matrix; expert -1 beyond the last.
+    // Finds unit `unit`, tile by tile and matrix by matrix. Its expert is -1 beyond the last unit.
     static __device__ __forceinline__ Unit find(const LayerParams& p, int tiles, int unit) {
         const int up_units = tiles * row_blocks(p.up);
         const bool down = unit >= up_units;
@@ -95,7 +95,7 @@ private:
         return {{tile.expert, tile.first, tile.count, (down ? unit - up_units : unit) % blocks}, number, down};
     }
 
-    // This CTA's first unit. Its tile is loaded beside the number of tiles: entries behind the last one are there, too.
+    // Finds this CTA's first unit. Its tile is loaded beside the number of tiles: entries after the last tile are there, too.
     static __device__ __forceinline__ Unit find_first(const LayerParams& p, int& tiles) {
         const int blocks = row_blocks(p.up), number = min(int(blockIdx.x) / blocks, p.max_tiles - 1);
         const Tile tile = p.up.tiles[number];
@@ -104,7 +104,7 @@ private:
         return {{tile.expert, tile.first, tile.count, int(blockIdx.x) % blocks}, number, false};
     }
 
-    // ---- weights: one thread, one box a stage ----
+    // ---- weights: one thread copies one box for each stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
                                                         const LayerParams& p, Shared& shared) {
@@ -173,7 +173,8 @@ private:
             float sums[1][kWidth / 2];
 #pragma unroll
             for (int i = 0; i < kWidth / 2; ++i) sums[0][i] = 0.f;
-            // The same in all lanes, but ptxas must know: then the loop and descriptors live in uniform registers.
+            // The number is the same in all lanes, but ptxas must know that: then the loop and descriptors live in uniform
+            // registers.
             const int blocks = __shfl_sync(0xFFFFFFFF, k_blocks(unit.down ? p.down : p.up), 0);
             Down::template multiply<kWidth>(blocks, sums, shared, ring);
             if (unit.down) {
@@ -185,7 +186,7 @@ private:
                 if (threadIdx.x % 128 == 0) counter::add_only(&p.tiles_done[unit.tile]);
             }
         }
-        // No slot has an expert here: no unit will ever be the last.
+        // If no slot has an expert of this rank, no unit will ever be the last.
         if (tiles == 0) {
             for (int block = blockIdx.x; block < row_blocks(p.down); block += gridDim.x) combine(p, block, threadIdx.x % 128);
         }
@@ -207,7 +208,8 @@ private:
 
     static constexpr int kVectors = kRows / 8;
 
-    // Item `item` of a row block's `rows * kVectors`; without one of its own the thread takes part with the last, for nothing.
+    // Sums item `item` of a row block's `rows * kVectors`. A thread without an item of its own takes part with the last one, and
+    // stores nothing.
     template <typename Ready>
     static __device__ __forceinline__ void sum(const LayerParams& p, int row_block, int item, Ready ready) {
         const int row = item / kVectors, column = row_block * kVectors + item % kVectors, columns = p.combine.hidden / 8;
@@ -225,7 +227,7 @@ private:
     static __device__ __forceinline__ void combine_if_last(const LayerParams& p, Shared& shared, int row_block, int tiles) {
         const int thread = threadIdx.x % 128;
         bool arrived = false, last = false;
-        // The maps of every thread's first item are on their way while the CTA learns whether it is the last.
+        // The maps of every thread's first item are loaded while the CTA learns whether it is the last.
         sum(p, row_block, thread, [&] {
             if (!arrived) {
                 sm90::named_barrier(1, 128);

@@ -1,10 +1,10 @@
-// What the Hopper grouped GEMMs of packed weights share: stages of codes, scales and tokens, and the warps that fill them.
-// `Form`: what the weights are packed as, such as mxfp4::Form; of it the bytes of a block of 64 rows x 64 K count here. Work
-// units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
+// The parts that the Hopper grouped GEMMs of packed weights share: stages of codes, scales and tokens, and the warps that fill
+// them. `Form` is the packed form of the weights, such as mxfp4::Form. Only its bytes of a block of 64 rows x 64 K count here.
+// Work units, schedule, wide gathering and epilogue are GroupedGemmSm90's.
 //
-// A stage has `Blocks` blocks of 64 K. Rows of tokens come 128 bytes at a time: a block of bf16, two of e4m3 (`E4m3`; the base
-// then takes a row for k / 2 elements of 16 bits). Kernels of bf16 tokens have both GEMMs of a layer (GemmPairParams), of e4m3
-// one.
+// A stage has `Blocks` blocks of 64 K. Rows of tokens come 128 bytes at a time: one block of bf16, or two blocks of e4m3. With
+// `E4m3` the base takes a row for k / 2 elements of 16 bits. Kernels with bf16 tokens run both GEMMs of a layer (GemmPairParams),
+// kernels with e4m3 tokens run one.
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -26,7 +26,7 @@ struct PackedPipelineSm90 {
     static constexpr int kCodeBytes = Blocks * Form::kCodeBytes, kScaleBytes = Blocks * Form::kScaleBytes;
     static constexpr int kTokenBlocks = E4m3 ? Blocks / 2 : Blocks;
     static_assert(!E4m3 || Blocks % 2 == 0, "whole rows of 128 bytes");
-    // Consumers have read a unit when its slot is used again, and finished the one before: three slots.
+    // When a slot is used again, consumers have read its unit and finished the unit before: this needs three slots of scales.
     static constexpr int kScaleSlots = kUnitSlots + 1;
 
     struct alignas(1024) Stage {
@@ -41,19 +41,19 @@ struct PackedPipelineSm90 {
     struct Shared : std::conditional_t<E4m3, RowScales, Nothing> {
         Stage stage[Stages];
         uint8_t staging[Consumers][2 * kStagingBytes];
-        uint32_t source[kUnitSlots][MaxTokens];  // where a token's row of x starts, in 16-byte units
+        uint32_t source[kUnitSlots][MaxTokens];  // start of a token's row of x, in 16-byte units
         Unit unit[kUnitSlots];
         uint64_t full[Stages], empty[Stages], unit_full[kUnitSlots], unit_empty[kUnitSlots], fetch_next;
-        uint64_t stored[2];  // of kernels with both GEMMs: units of GEMM1 in turn
+        uint64_t stored[2];  // units of GEMM1 in turn, in kernels with both GEMMs
     };
     static constexpr int kSharedBytes = sizeof(Shared);
 
-    // Tiles of an expert in turn, where it has several.
+    // The tiles of an expert that has several are taken in turn.
     static constexpr bool kByExpert = MaxTokens >= 128;
-    // Last units by consumers: of one GEMM, where a launch has both they cost more than they save.
+    // The last units go out by consumers if the launch has one GEMM. With both GEMMs this costs more than it saves.
     static constexpr bool kSplitsLast = E4m3 && MaxTokens > 32;
-    // Widths that a tile can be multiplied at, from its own down: in steps of 8 as far as ptxas has registers (C7512), then
-    // of 16.
+    // Widths that a tile can be multiplied at, from its own down: in steps of 8 as far as ptxas has registers (C7512), then in
+    // steps of 16.
     static constexpr int kFineSteps = MaxTokens <= 32 ? MaxTokens / 8 - 1 : !E4m3 && MaxTokens >= 64 && MaxTokens <= 128 ? 4 : 0;
     static constexpr int kLeastWidth = MaxTokens > 128 ? MaxTokens - 64 : MaxTokens > 32 ? 16 : 8;
     static __host__ __device__ constexpr int width(int i) {
@@ -61,21 +61,21 @@ struct PackedPipelineSm90 {
         return MaxTokens - 8 * fine - 16 * (i - fine);
     }
     static constexpr int kNarrowest = kFineSteps + (width(kFineSteps) - kLeastWidth) / 16;
-    // K steps in a wgmma group: two where the registers of their A operands are there.
+    // K steps in a wgmma group: two if there are registers for their A operands.
     static constexpr int kSteps = MaxTokens >= 128 || (Consumers == 4 && MaxTokens > 48) ? 1 : 2;
-    // Consumers take registers from the producers, else ptxas has too few and serializes (C7512): 56 + 3 * 152 is what 4 * 128
-    // make, 40 + 4 * 104 less than 5 * 96.
+    // Consumers take registers from the producers; otherwise ptxas has too few and serializes (C7512). 56 + 3 * 152 is as many as
+    // 4 * 128, and 40 + 4 * 104 is less than 5 * 96.
     static constexpr bool kMovesRegisters = MaxTokens > 32;
     static_assert(!kMovesRegisters || Consumers == 3 || Consumers == 4, "the registers of all threads");
     static constexpr int kProducerRegisters = Consumers == 4 ? 40 : 56, kConsumerRegisters = Consumers == 4 ? 104 : 152;
-    // 228 KB an SM, 1 KB of it the system's for each CTA; and registers.
+    // The limits are 228 KB of shared memory an SM, 1 KB of which the system takes for each CTA, and registers.
     static constexpr int kCtasByShared = 228 * 1024 / (kSharedBytes + 1024),
                          kCtasByRegisters = MaxTokens <= 32 ? 768 / kThreads : 1;
     static constexpr int kCtas = kCtasByShared < kCtasByRegisters ? kCtasByShared : kCtasByRegisters;
 
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return E4m3 ? p.k / 32 : Base::k_blocks(p); }
 
-    // Calls `multiply` with the narrowest width that holds `count` tokens, a constant, found by bisection.
+    // Calls `multiply` with the narrowest width that holds `count` tokens. The width is a constant, found by bisection.
     template <int Widest = 0, int Narrowest = kNarrowest, typename F>
     static __device__ __forceinline__ void at_width(int count, const F& multiply) {
         if constexpr (Widest == Narrowest) {
@@ -89,7 +89,7 @@ struct PackedPipelineSm90 {
         }
     }
 
-    // ---- weights: one thread, codes and scales of a stage for each consumer that has rows ----
+    // ---- weights: one thread copies codes and scales of a stage for each consumer that has rows ----
 
     static __device__ __forceinline__ void copy_weights(const Params& params, Shared& shared) {
         if (threadIdx.x != 0) return;
@@ -102,7 +102,7 @@ struct PackedPipelineSm90 {
             if (work.expert < 0) break;
             const GroupedGemmParams& p = gemm_of(params, work);
             const int blocks_of_k = k_blocks(p), row_tiles = (p.rows + kBlockRows - 1) / kBlockRows;
-            // NOTE: as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
+            // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             const int fetch_block = max(0, blocks_of_k - Base::kFetchLead) / Blocks * Blocks;
             const bool is_one = kSplitsLast && work.row_block < 0;
             const int first_tile = is_one ? ~work.row_block : work.row_block * Consumers,
@@ -129,13 +129,13 @@ struct PackedPipelineSm90 {
         }
     }
 
-    // ---- tokens, several blocks of 128 bytes a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
+    // ---- tokens, several blocks of 128 bytes in a stage: 8 neighbouring threads copy 128 bytes of a row, block after block ----
 
-    // NOTE: a stage that is free must be full again before the others are multiplied, so rows come from registers and copies go
-    // out kGroup to a branch: a loop that looked up row after row kept consumers waiting for a fifth of the time (100 tokens), a
-    // branch a row costs as much (ptxas has three dummy reads of shared memory after each).
+    // NOTE: a free stage must be full again before the other stages are multiplied. So rows come from registers, and there are
+    // kGroup copies for each branch. A loop that looked up row after row kept consumers waiting for a fifth of the time (100
+    // tokens). One branch for each row costs as much (ptxas has three dummy reads of shared memory after each).
     //
-    // `first_of_unit`: as in the base.
+    // `first_of_unit` is that of GroupedGemmSm90::gather.
     template <typename... F>
     static __device__ __forceinline__ void gather(const Params& params, Shared& shared, F... first_of_unit) {
         if constexpr (kTokenBlocks == 1) {
@@ -199,8 +199,8 @@ struct PackedPipelineSm90 {
     }
 
 private:
-    // One block a stage, of a kernel with both GEMMs. NOTE: half of the sources lie in registers. With all of them there ptxas
-    // has one pair left for addresses, and each copy waits until the one before it has read its own.
+    // Gathers one block for each stage, in a kernel with both GEMMs. NOTE: half of the sources lie in registers. If all of them
+    // did, ptxas would have one pair left for addresses, and each copy would wait until the previous one has read its own.
     template <typename F>
     static __device__ __forceinline__ void gather_blocks(const Params& params, Shared& shared, F first_of_unit) {
         constexpr int kPassRows = Base::kGatherThreads / 8, kPasses = MaxTokens / kPassRows, kGroup = 4, kHeld = kPasses / 2;
@@ -226,7 +226,8 @@ private:
             for (int blocks = Base::k_blocks(p); blocks > 0; --blocks, x += 8, left -= 8, ring.advance()) {
                 sm90::barrier_wait(&shared.empty[ring.slot], ring.parity ^ 1);
                 const uint32_t tokens = sm90::shared_address(shared.stage[ring.slot].tokens) + swizzled;
-                // NOTE: read anew, else ptxas keeps the conditions of all rows in a register, bit by bit.
+                // NOTE: the count is read again, because otherwise ptxas keeps the conditions of all rows in a register, bit by
+                // bit.
                 const int rows = *const_cast<volatile int*>(&shared.unit[units.slot].count) - first;
 #pragma unroll
                 for (int group = 0; group < kPasses; group += kGroup) {

@@ -1,5 +1,5 @@
-// Work units of both GEMMs of a layer in one launch (GemmPairParams): from a schedule, or from the experts' numbers of rows where
-// these lie expert by expert; and how CTAs tell each other what is there.
+// Work units of both GEMMs of a layer in one launch (GemmPairParams). They come from a schedule or, if rows lie expert by expert,
+// from the experts' numbers of rows. Counters tell CTAs which outputs are there.
 #pragma once
 #include <cstdint>
 
@@ -10,15 +10,15 @@
 
 namespace oxmoe {
 
-// Where no launch before it makes counters zero: those of launches on one workspace, which follow each other (src/counters.rs).
-// All are zero before a launch and when it has ended.
+// Counters that no earlier launch makes zero. They belong to the launches on one workspace, which follow each other
+// (src/counters.rs). All are zero before a launch and when it has ended.
 struct PairCounters {
     static constexpr int kExperts = 128;
 
-    int next_unit, ended;  // ended: warps
-    int done[kExperts];    // as Tile::done, of all tiles of an expert; there are `experts` of them
+    int next_unit, ended;  // ended counts warps
+    int done[kExperts];  // row tiles that are done, as in Tile::done, but of all tiles of an expert; there are `experts` of them
 
-    // Of `warps` warps that wait for `done`: the last one makes all zero again.
+    // `warps` warps that wait for `done` call this, each at its end. The last one makes all counters zero again.
     __device__ __forceinline__ void leave(int experts, int warps) {
         const int lane = threadIdx.x % 32;
         int before = 0;
@@ -29,11 +29,11 @@ struct PairCounters {
     }
 };
 
-// A warp's: the tiles that Schedule writes, without its launch.
+// The tiles that Schedule would write, in a warp's registers and without its launch.
 class RowTiles {
     static constexpr int kEach = PairCounters::kExperts / 32;
 
-    int rows[kEach], before[kEach];  // of a lane's experts: rows, and tiles of all experts before
+    int rows[kEach], before[kEach];  // for a lane's experts: rows, and tiles of all experts before
 
 public:
     int count;
@@ -59,11 +59,11 @@ public:
         count = __shfl_sync(0xFFFFFFFF, all, 31);
     }
 
-    // Unit `unit` of `count` tiles of `row_blocks` units: the tiles of an expert, then the next row block, as in
-    // find_unit_by_expert. Returns the expert's tiles.
+    // Finds unit `unit` of `count` tiles of `row_blocks` units: the tiles of an expert come first, then the next row block, as in
+    // find_unit_by_expert. Returns the number of the expert's tiles.
     __device__ __forceinline__ int find(const GemmPairParams& p, int row_blocks, int unit, WorkUnit& work) const {
         const int any = unit / row_blocks;
-        // The last expert before whose tiles there are no more than that.
+        // The owner is the last lane before whose experts there are at most `any` tiles.
         const int owner = 31 - __clz(__ballot_sync(0xFFFFFFFF, before[0] <= any));
         int which = 0, its_rows = rows[0], its_first = before[0];
 #pragma unroll
@@ -91,7 +91,7 @@ struct PairProducers {
     using Base = typename Pipeline::Base;
     using Shared = typename Pipeline::Shared;
     static constexpr int kConsumers = Base::kRows / Pipeline::kBlockRows;
-    // What the CTAs of one wave need to take their first units. Of 300, 700, 1500 and 3000 the first is too short for some
+    // Cycles that the CTAs of one wave need to take their first units. Of 300, 700, 1500 and 3000 the first is too short for some
     // layers.
     static constexpr int kWaveCycles = 1000;
 
@@ -99,22 +99,23 @@ struct PairProducers {
         return (p.rows + Pipeline::kBlockRows - 1) / Pipeline::kBlockRows;
     }
 
-    // One warp. Consumers say at shared.stored what they have stored, and this warp tells other CTAs. NOTE: not the consumers,
-    // who would wait until it has arrived: 2 to 4 us a layer.
+    // One warp runs this. Consumers report at shared.stored what they have stored, and this warp tells other CTAs. NOTE:
+    // consumers do not do it, because they would wait until the message has arrived: 2 to 4 us a layer.
     static __device__ __forceinline__ void schedule(const GemmPairParams& p, Shared& shared) {
         const auto next = [&](int) {
             int unit = 0;
             if (threadIdx.x % 32 == 0) unit = atomicAdd(p.up.next_unit, 1);
             return __shfl_sync(0xFFFFFFFF, unit, 0);
         };
-        // NOTE: so units of few tokens come to CTAs on different multiprocessors: those on one share what decodes weights.
+        // NOTE: this wait spreads units of few tokens over different multiprocessors: CTAs on one multiprocessor share the
+        // instructions that decode weights.
         sm90::wait_cycles(int(blockIdx.x) / p.wave * kWaveCycles);
         const int first = next(0);
         const RowTiles counted(p);
         const int tiles = p.row_counts ? counted.count : *p.up.tile_count;
         const int up_units = tiles * row_blocks(p.up), units = up_units + tiles * row_blocks(p.down);
-        PairUnit last{{-1, 0, 0, 0}, 0, 0, -1};  // handed out
-        int announced = 0;                       // units of GEMM1
+        PairUnit last{{-1, 0, 0, 0}, 0, 0, -1};  // the last unit handed out
+        int announced = 0;                       // units of GEMM1 that were announced
         const auto unit_at = [&](int unit) {
             PairUnit work{{-1, 0, 0, 0}, 0, row_tiles(p.up), -1};
             if (unit >= units) return work;
@@ -131,8 +132,8 @@ struct PairProducers {
             if (!down) work.stored = (announced + !last.is_down()) % 2;
             return work;
         };
-        // Announces the unit of GEMM1 before this one. NOTE: so none is left when a unit of GEMM2 has to wait for other CTAs, and
-        // before that the consumers wait for nobody.
+        // Announces the previous unit of GEMM1. NOTE: so no unit is unannounced when a unit of GEMM2 has to wait for other CTAs.
+        // Before that the consumers wait for no other CTA.
         const auto handed_out = [&](const PairUnit& work) {
             if (!last.is_down()) {
                 sm90::barrier_wait(&shared.stored[last.stored], announced++ / 2 % 2);
@@ -144,7 +145,7 @@ struct PairProducers {
         Base::template hand_out<false>(p, shared, true, first, next, unit_at, handed_out);
     }
 
-    // Two warps.
+    // Two warps run this.
     static __device__ __forceinline__ void gather(const GemmPairParams& p, Shared& shared) {
         Pipeline::gather(p, shared, [&](const PairUnit& work, const uint32_t*, int) {
             if (work.is_down()) counter::wait_for(done(p, work.tile), work.awaited);
@@ -161,7 +162,7 @@ private:
         return *reinterpret_cast<PairCounters*>(p.counters);
     }
 
-    // Row tiles of GEMM1's output that are there.
+    // The counter of the row tiles of GEMM1's output that are there.
     static __device__ __forceinline__ int* done(const GemmPairParams& p, int tile) {
         return p.row_counts ? &counters(p).done[tile] : &p.tiles[tile].done;
     }

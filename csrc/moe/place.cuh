@@ -1,6 +1,6 @@
-// Routing in two launches, for token counts beyond one cluster: Histogram (or Select with `block_histogram`) counts the slots per
-// expert of every CTA's tokens, Place sorts and writes the schedule. Both have the same grid and thus the same shares of the
-// tokens.
+// Routing in two launches, for token counts beyond one cluster. Histogram (or Select with `block_histogram`) counts the slots of
+// each expert among every CTA's tokens. Place sorts the slots and writes the schedule. Both have the same grid and thus the same
+// shares of the tokens.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@
 
 namespace oxmoe {
 
-// Tokens [first, first + count) of this CTA.
+// The tokens [first, first + count) of this CTA.
 struct TokenShare {
     int share, first, count;
 
@@ -20,7 +20,7 @@ struct TokenShare {
     }
 };
 
-// Given ids to block_histogram. Shared memory: BlockHistogram's.
+// Counts given ids into block_histogram. The shared memory is BlockHistogram's.
 struct Histogram {
     static constexpr int kMaxThreads = 1024;
 
@@ -29,7 +29,7 @@ struct Histogram {
         BlockHistogram histogram(route);
         histogram.clear();
         pdl::wait();
-        pdl::launch_dependents();  // as in Select
+        pdl::launch_dependents();  // not before the wait: the kernel that prepares tokens for GEMM1 may run beside routing
 #pragma unroll 4
         for (int i = threadIdx.x; i < tokens.count * route.top_k; i += blockDim.x)
             histogram.add_local(expert_of_slot(route, tokens.first * route.top_k + i));
@@ -37,9 +37,9 @@ struct Histogram {
     }
 };
 
-// A CTA sorts its slots in chunks: of up to 128 tokens when experts were chosen by top-k, else of up to 1024 slots (512 of more
-// than 256 experts: shared memory).
-// blockDim.x >= max(64, experts). Shared memory: Schedule's, then UnitBits' for one chunk, whose starts make room for sum_blocks.
+// A CTA sorts its slots in chunks. If top-k chose the experts, a chunk has up to 128 tokens. Otherwise it has up to 1024 slots,
+// or, because of shared memory, 512 with more than 256 experts and 256 with more than 544. blockDim.x >= max(64, experts). Shared
+// memory has Schedule's part, then UnitBits' part for one chunk, whose starts make room for sum_blocks.
 template <bool kChosen>
 struct Place {
     static constexpr int kMaxThreads = 1024;
@@ -51,9 +51,9 @@ struct Place {
         const int units = tokens.count * units_of_token, first_slot = tokens.first * top_k;
         const float units_of_slot = 1.0f / float(slots_of_unit);
         Schedule<false> schedule(route);
-        const int most = 32 * (kChosen ? 4 : route.experts <= 256 ? 32 : 16);
+        const int most = 32 * (kChosen ? 4 : route.experts <= 256 ? 32 : route.experts <= 544 ? 16 : 8);
         const UnitBits bits(route, schedule.end(), min(most, tokens.share * units_of_token), slots_of_unit);
-        // NOTE: exact, since a chunk has at most 4096 slots: the error is far below half a slot of a token.
+        // NOTE: the quotient is exact, since a chunk has at most 4096 slots: the error is far below half a slot of a token.
         const auto unit_of = [&](int slot) { return kChosen ? int((float(slot) + 0.5f) * units_of_slot) : slot; };
 
         const bool scans = schedule.scans(warp);
@@ -92,8 +92,8 @@ struct Place {
     }
 
 private:
-    // Thread p: slots of experts 2 p and 2 p + 1 in the blocks before this one, and in all. `units`: as in BlockHistogram::write.
-    // `partial` has [2 * segments, columns] words.
+    // Thread p counts the slots of experts 2 p and 2 p + 1 in the blocks before this one, and in all blocks. `units` is the
+    // argument of BlockHistogram::write. `partial` has [2 * segments, columns] words.
     static __device__ __forceinline__ void sum_blocks(const RouteParams& route, int units, int* partial, int columns,
                                                       int2& earlier, int2& total) {
         const int thread = threadIdx.x, blocks = gridDim.x, each = BlockHistogram::counts_of_word(units);
@@ -105,7 +105,7 @@ private:
             int* const totals = partial + segment * columns + each * word;
             int* const earliers = totals + segments * columns;
             if (each == 4) {
-                // Two sums a register: there are at most 128 blocks of 255.
+                // A register holds two sums: there are at most 128 blocks of 255.
                 uint32_t even = 0, odd = 0, earlier_even = 0, earlier_odd = 0;
 #pragma unroll 8
                 for (int b = segment; b < blocks; b += segments) {

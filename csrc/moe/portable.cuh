@@ -1,6 +1,7 @@
-// What the grouped GEMMs with mma.sync share: the loop over work units and stages, tokens in shared memory, the epilogue. Weights
-// are mma's A (16 rows each), tokens its N (8). Persistent: every thread copies (cp.async) and every warp multiplies; copies run
-// Stages - 1 blocks of 64 K ahead, across the borders of work units. A tile may have fewer tokens than `Tokens`.
+// The parts that the grouped GEMMs with mma.sync share: the loop over work units and stages, tokens in shared memory, the
+// epilogue. Weights are mma's A (16 rows each), tokens its N (8). The kernels are persistent: every thread copies (cp.async) and
+// every warp multiplies. Copies run Stages - 1 blocks of 64 K ahead, across the borders of work units. A tile may have fewer
+// tokens than `Tokens`.
 //
 // Every sum adds its k16 steps in ascending order: a row's bits do not depend on the shape, on the tile or on the other rows.
 #pragma once
@@ -14,10 +15,10 @@
 
 namespace oxmoe {
 
-// Orders of a unit's weight rows. `column_of`: output column of a row of the unit; `neighbours`: what a lane stores, 4
-// neighbouring columns from `first_column` on, made of its two results (columns 2c, 2c + 1) of each of two 8 x 8 tiles.
+// Orders of a unit's weight rows. `column_of` is the output column of a row of the unit. `neighbours` returns what a lane stores:
+// 4 neighbouring columns from `first_column` on, made of its two results (columns 2c, 2c + 1) of each of two 8 x 8 tiles.
 //
-// Rows dealt out so that a lane's four results are neighbours.
+// DealtRows deals rows out so that a lane's four results are neighbours.
 //   plain: slices of 16 rows are 16 outputs; the two tiles are the slice's halves.
 //   gated: the halves of a slice are 8 gate rows and the 8 matching up rows; the tiles are those of two slices, 16 outputs.
 template <bool Gated>
@@ -30,8 +31,8 @@ struct DealtRows {
     static __device__ __forceinline__ uint2 neighbours(uint32_t low, uint32_t high) { return {low, high}; }
 };
 
-// Rows in their order (gated: 8 gate rows, the 8 matching up rows, and so on): the tiles are 8 columns apart, so lanes of a pair
-// trade, and the even one stores of the first tile, the odd one of the second.
+// Rows in their order (gated: 8 gate rows, the 8 matching up rows, and so on). The tiles are 8 columns apart, so the lanes of a
+// pair exchange results. The even lane stores outputs of the first tile, the odd lane those of the second.
 template <bool Gated>
 struct StraightRows {
     static __host__ __device__ constexpr int column_of(int row) { return Gated ? row / 16 * 8 + row % 8 : row; }
@@ -43,9 +44,9 @@ struct StraightRows {
     }
 };
 
-// A CTA's shape and the parts that know nothing of weights. `TokenWarps` of the warps lie along the tokens. Vector 8 needs
+// A CTA's shape, and the parts that do not depend on weights. `TokenWarps` of the warps lie along the tokens. Vector 8 needs
 // k % 8 == 0 and 16-byte aligned x; Vector 1 takes any k with loads of single elements. Rows of x and out lie at multiples of
-// `InColumns` and `OutColumns` elements: what is between a row's end and the next row is not read, and written as zeros.
+// `InColumns` and `OutColumns` elements. Elements between a row's end and the next row are not read, and are written as zeros.
 template <typename Element, bool Gated, int Tokens, int Rows, int Warps, int TokenWarps, int Vector, typename Order,
           int InColumns = 1, int OutColumns = 1>
 struct PortableShape {
@@ -78,7 +79,8 @@ struct PortableShape {
     static __device__ __forceinline__ int first_warp_column() { return Gated ? first_warp_row() / 2 : first_warp_row(); }
     static __device__ __forceinline__ int first_warp_token() { return threadIdx.x / 32 / kRowWarps * kWarpTokens; }
 
-    // Row of an expert's output column in tensors of the checkpoint's layout; `up`: of its up half.
+    // Returns the row of an expert's output column in tensors of the checkpoint's layout. With `up` it is the row of the column's
+    // up half.
     static __device__ __forceinline__ int weight_row(const GroupedGemmParams& p, int column, bool up) {
         if (!Gated) return column;
         if (p.layout == W13Layout::Interleaved) return 2 * column + up;
@@ -99,7 +101,7 @@ struct PortableShape {
         return copy_row() * kRowBytes + (threadIdx.x % 8 ^ copy_row() % 8) * 16;
     }
 
-    // 8 elements, of which the first `real` (may be negative) exist; the others become zero.
+    // Copies 8 elements. Only the first `real` (may be negative) exist; the others become zero.
     static __device__ __forceinline__ void copy(uint32_t to, const Element* from, int real) {
         if constexpr (Vector == 8) {
             sm80::copy_16_async(to, from, real > 0);
@@ -142,7 +144,7 @@ struct PortableShape {
 
     // ---- tokens of a stage ----
 
-    // Where this lane reads from: token l % 8 (+ 8 in the upper 16 lanes) of the warp's, half l / 8 % 2 of 16 K.
+    // The address this lane reads from: token l % 8 (+ 8 in the upper 16 lanes) of the warp's, half l / 8 % 2 of 16 K.
     struct TokenAddress {
         uint32_t row, chunk;
 
@@ -150,7 +152,7 @@ struct PortableShape {
             : row((first_warp_token() + lane() % 8 + (kGroups > 1 ? lane() / 16 * 8 : 0)) * kRowBytes),
               chunk((lane() / 8 % 2 ^ lane() % 8) * 16) {}
 
-        // Fragments of groups n and n + 1, of n alone where it is all the warp has, in k16 step k.
+        // Loads the fragments of groups n and n + 1 in k16 step k, or of group n alone if the warp has only one group.
         __device__ __forceinline__ void load(uint32_t (*b)[2], uint32_t tokens, int n, int k) const {
             const uint32_t address = tokens + row + n * 8 * kRowBytes + (chunk ^ k * 32);
             if constexpr (kGroups > 1) {
@@ -184,14 +186,14 @@ struct PortableShape {
             [](float& sum, float bias) { sum += bias; });
     }
 
-    // By the scales of weight rows.
+    // Multiplies sums by the scales of their weight rows.
     static __device__ __forceinline__ void multiply_rows(const GroupedGemmParams& p, int expert, int first_column, Sums& sums) {
         with_rows(
             p, expert, first_column, sums, [&](size_t row) { return p.expert_scales[row]; },
             [](float& sum, float scale) { sum *= scale; });
     }
 
-    // Every sum with a number of its weight row.
+    // Applies a number of its weight row to every sum.
     template <typename Number, typename Apply>
     static __device__ __forceinline__ void with_rows(const GroupedGemmParams& p, int expert, int first_column, Sums& sums,
                                                      Number number_of, Apply apply) {
@@ -221,7 +223,7 @@ struct PortableShape {
             }
     }
 
-    // In place; gated results replace the gates.
+    // Applies the activation in place; gated results replace the gates.
     static __device__ __forceinline__ void activate(const Activation& activation, Sums& sums) {
         auto apply = [&](auto each) {
 #pragma unroll
@@ -235,6 +237,8 @@ struct PortableShape {
         // The usual kind has its own code; the others share one.
         if (Gated && activation.kind == ActivationKind::Swiglu) {
             apply(SwigluFunction(activation));
+        } else if (Gated && activation.kind == ActivationKind::Situ) {
+            apply(SituFunction(activation));
         } else {
             const ActivationFunction function(activation);
             apply([&](float x, float up) { return Gated ? function(x) * up : function(x); });
@@ -269,12 +273,12 @@ struct PortableShape {
     }
 };
 
-// The loop of a `Kernel`: its Shape, kStages, kWeightBytes of a stage (tokens lie behind them) and
+// The loop of a `Kernel`. It needs its Shape, kStages, kWeightBytes of a stage (tokens lie after them) and
 //   Weights                   open(p, tile, row block), then copy(p, first k, stage) block after block
-//   Addresses                 what of a thread's addresses in a stage is the same in all
+//   Addresses                 the part of a thread's addresses in a stage that is the same in all stages
 //   multiply<Groups>          a stage's product for that many groups of 8 tokens, at least kFewestGroups
-//   scales_of(p, expert)      multiply the sums of gate (or all) and up rows where kScaled; where kRowsScaled those of
-//                             p.expert_scales, if any
+//   scales_of(p, expert)      the multipliers of the sums of gate (or all) and up rows, if kScaled is true
+// If kRowsScaled is true, sums are multiplied by p.expert_scales, if any.
 template <typename Kernel>
 struct PortableLoop {
     using Shape = typename Kernel::Shape;
@@ -288,7 +292,7 @@ struct PortableLoop {
     static __device__ __forceinline__ void run(const GroupedGemmParams& p) {
         extern __shared__ __align__(128) uint8_t shared[];
         const uint32_t stages = sm80::shared_address(shared);
-        // NOTE: in this order, so that the next kernel may rely on everything from before this one (schedule_is_older).
+        // NOTE: this order lets the next kernel rely on everything from before this one (schedule_is_older).
         pdl::wait();
         pdl::launch_dependents();
 
@@ -304,14 +308,14 @@ struct PortableLoop {
         int stage = 0, free_stage = kStages - 1;
         for (int unit = blockIdx.x; unit < units; unit += gridDim.x) {
             const Tile tile = p.tiles[unit / row_blocks];
-            // With tokens; at most 0: none, above kGroups: all.
+            // Groups with tokens: at most 0 means none, above kGroups means all.
             const int groups = (tile.count - Shape::first_warp_token() + 7) / 8;
-            [[maybe_unused]] float2 scales;  // of the sums; read now, needed in the end
+            [[maybe_unused]] float2 scales;  // scales of the sums; they are read now and needed in the end
             if constexpr (Kernel::kScaled) scales = Kernel::scales_of(p, tile.expert);
             Sums sums = {};
             for (int k_block = 0; k_block < k_blocks; ++k_block) {
                 sm80::copy_wait<kStages - 2>();
-                __syncthreads();  // the stage is there for all, and all have read the one that is overwritten now
+                __syncthreads();  // the stage is there for all threads, and all have read the one that is overwritten now
                 loader.copy_next(p, stages + free_stage * kStageBytes);
                 sm80::copy_commit();
                 multiply(sums, addresses, stages + stage * kStageBytes, groups);
@@ -362,7 +366,8 @@ private:
     };
 
     // Multiplies the groups of 8 tokens that exist, rounded up to pairs (or one).
-    // NOTE: only where a warp's sums are few: with 128 a thread, full tiles lost more than the last tile of an expert gained.
+    // NOTE: this happens only if a warp's sums are few: with 128 a thread, full tiles lost more than the last tile of an expert
+    // gained.
     template <int Groups = kGroups>
     static __device__ __forceinline__ void multiply(Sums& sums, const typename Kernel::Addresses& addresses, uint32_t stage,
                                                     int groups) {

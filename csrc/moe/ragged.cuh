@@ -1,5 +1,6 @@
-// triton_kernels' tables of a sorted batch: gate weights in expert order, and for blocks of 16, 32, 64 and 128 rows the first
-// block of each expert and the list of blocks. Every CTA scans the experts for itself; the grid shares the writing.
+// The tables of a sorted batch that triton_kernels reads. They have gate weights in expert order and, for blocks of 16, 32, 64
+// and 128 rows, the first block of each expert and the list of blocks. Every CTA scans the experts for itself; the grid shares
+// the writing.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -22,7 +23,7 @@ struct Ragged {
         pdl::launch_dependents();
         pdl::wait();
 
-        // Exclusive scan of the blocks of each size, two sizes in a word.
+        // This is an exclusive scan of the blocks of each size, with two sizes in a word.
         const int rows = thread < experts ? p.histogram[thread] : 0;
         uint64_t blocks[2], sum[2];
 #pragma unroll

@@ -1,6 +1,6 @@
 // Routing in one launch of one CTA or one cluster: top-k (or given ids), histogram, stable sort, both permutations, tile
-// schedule. The CTAs of the cluster share the units evenly and send each other their slots per expert through distributed shared
-// memory.
+// schedule. The CTAs of the cluster share the units evenly. They send each other their slots per expert through distributed
+// shared memory.
 #pragma once
 #include <cstdint>
 
@@ -11,19 +11,19 @@
 
 namespace oxmoe {
 
-// Slots per expert of all CTAs of the cluster.
+// Sorts the slots of all CTAs of the cluster by expert.
 //
-// Shared memory with C CTAs and E experts rounded up to a multiple of 8: Schedule's, then 2-byte counts [C + 1, E] ([1, E] for
-// one CTA), 16 bytes, UnitBits'.
+// Shared memory with C CTAs and E experts rounded up to a multiple of 8 has Schedule's part, then 2-byte counts [C + 1, E] ([1,
+// E] for one CTA), 16 bytes, and UnitBits' part.
 class ClusterSort {
     const int ctas_, rank_, columns_;
     int share_;
     Schedule<true> schedule_;
     uint32_t* own_;     // slots per expert of this CTA, 16 bits each
-    uint32_t* counts_;  // of all CTAs, written by them
+    uint32_t* counts_;  // slots per expert of all CTAs, written by them
     cluster::Mailbox mailbox_;
     UnitBits bits_;
-    uint32_t earlier_;  // slots per expert in earlier CTAs, of two experts
+    uint32_t earlier_;  // slots in earlier CTAs of this thread's two experts, 16 bits each
 
 public:
     const int first, count;  // this CTA's units
@@ -41,7 +41,7 @@ public:
           first(min(rank_ * share_, units)),
           count(min(share_, units - first)) {}
 
-    // Before any memory of earlier kernels is read.
+    // Call this before any memory of earlier kernels is read.
     __device__ __forceinline__ void prepare() const {
         if (ctas_ > 1) {
             if (threadIdx.x == 0) mailbox_.open(ctas_ * columns_ * 2);
@@ -54,13 +54,13 @@ public:
         __syncthreads();
     }
 
-    // Slot `slot` of this CTA, of unit `unit`, goes to a local expert, or nowhere (-1).
+    // Slot `slot` of this CTA, which belongs to unit `unit`, goes to a local expert, or nowhere (-1).
     __device__ __forceinline__ void mark(int unit, int slot, int expert) const {
         bits_.mark(unit, slot, expert);
         if (expert >= 0) atomicAdd(&own_[expert / 2], 1u << 16 * (expert % 2));
     }
 
-    // After all marks.
+    // Sends this CTA's slots per expert to all CTAs. Call this after all marks.
     __device__ __forceinline__ void send(int warp) const {
         __syncthreads();
         if (ctas_ == 1) return;
@@ -75,7 +75,7 @@ public:
 
     __device__ __forceinline__ bool scans(int warp) const { return schedule_.scans(warp); }
 
-    // As in Schedule.
+    // Begins the scan of the experts' slots, as Schedule::begin does. The warps for which scans() is true call begin() and end().
     __device__ __forceinline__ void begin(int warp) {
         const int thread = threadIdx.x, words = columns_ / 2;
         uint32_t total = 0;
@@ -99,16 +99,17 @@ public:
         bits_.start(next);
     }
 
-    // After the barrier behind end(), of a slot that mark() got.
+    // Places a slot that mark() got. Call this after the barrier that follows end().
     __device__ __forceinline__ void place(int unit, int slot, int first_slot) const { bits_.place(unit, slot, first_slot); }
 
     __device__ __forceinline__ void write() const { schedule_.write(); }
 };
 
-// Grid = one cluster, or one CTA. blockDim.x >= route.experts. At most 65535 slots.
+// Grid: one cluster, or one CTA. The grid has at least one thread for each of route.experts, and a CTA one for two of them. There
+// are at most 65535 slots.
 template <int kExpertsPerLane, bool kPlain>
 struct Route {
-    static constexpr int kMaxThreads = 1024;
+    static constexpr int kMaxThreads = kExpertsPerLane <= 16 ? 1024 : 512;
 
     static __device__ __forceinline__ void run(const SelectParams& select, const RouteParams& route) {
         const int top_k = select.top_k, warp = warp_of_block();
@@ -117,8 +118,8 @@ struct Route {
         if (kPlain && kExpertsPerLane <= 4) touch(route);
         sort.prepare();
         pdl::wait();
-        // NOTE: not before: GEMM1's CTAs have nothing to do yet, and starting them while the kernels before this one finish makes
-        // a layer of few tokens 1 to 4 us slower.
+        // NOTE: this does not come earlier. GEMM1's CTAs have nothing to do yet, and starting them while the kernels before this
+        // one finish makes a layer of few tokens 1 to 4 us slower.
         pdl::launch_dependents();
         tokens.pick([&](int t, int column, int id) { sort.mark(t, t * top_k + column, local_expert(route, id)); });
         sort.send(warp);
@@ -126,7 +127,8 @@ struct Route {
         if (scans) sort.begin(warp);
         __syncthreads();
         if (scans) sort.end(warp);
-        // Weights are made meanwhile by the other warps, by these at the end. The loop keeps the code from being there twice.
+        // The other warps compute weights meanwhile, and the warps that scan do so at the end. The loop keeps the code from being
+        // there twice.
 #pragma unroll 1
         for (bool late = false;; late = true) {
             if (scans == late) tokens.finish();
@@ -138,7 +140,7 @@ struct Route {
     }
 };
 
-// Ids are given; a unit is a slot.
+// Routes given ids; a unit is a slot.
 template <>
 struct Route<0, true> {
     static constexpr int kMaxThreads = 1024;
@@ -149,7 +151,7 @@ struct Route<0, true> {
         touch(route);
         sort.prepare();
         pdl::wait();
-        pdl::launch_dependents();  // as above
+        pdl::launch_dependents();  // not earlier: GEMM1's CTAs have nothing to do yet
 #pragma unroll 1
         for (int i = threadIdx.x; i < sort.count; i += blockDim.x) sort.mark(i, i, expert_of_slot(route, sort.first + i));
         sort.send(warp);

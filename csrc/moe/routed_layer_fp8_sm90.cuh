@@ -1,16 +1,16 @@
 // A whole layer of few tokens in one launch, for Hopper with e4m3 weights and tokens and block scales: routing, quantisation,
-// GEMM1, GEMM2 and combine. RoutedLayerSm90's frame: every CTA routes for itself, results wait for themselves, counters nobody
-// zeroes. Bits are those of quantize_fp8.cuh, grouped_gemm_fp8_sm90.cuh and combine.cuh.
+// GEMM1, GEMM2 and combine. The frame is RoutedLayerSm90's: every CTA routes for itself, a reader polls results until they are
+// there, and nobody zeroes counters. The bits are those of quantize_fp8.cuh, grouped_gemm_fp8_sm90.cuh and combine.cuh.
 //
-// Every CTA quantises all tokens of x into shared memory, where they stay: a unit of GEMM1 multiplies all of them, which costs no
-// more than its own, and takes the columns of those that go to its expert. Of GEMM1's output it quantises the rows of the tile
-// that its units of GEMM2 are at; these units follow each other, so that a CTA has few tiles.
+// Every CTA quantises all tokens of x into shared memory, where they stay. A unit of GEMM1 multiplies all of them, which costs no
+// more than multiplying its own tokens. It takes the columns of the tokens that go to its expert. Of GEMM1's output the CTA
+// quantises the rows of the tile that its units of GEMM2 are at. These units follow each other, so that a CTA has few tiles.
 //
-// Warps: 0 weight copies, 1 and 2 GEMM1's rows, 3 marks, 4 to 7 the consumer warpgroup; all of them route, all but the first
-// quantise x.
+// Warp 0 copies weights, warps 1 and 2 copy GEMM1's rows, warp 3 marks outputs absent, and warps 4 to 7 are the consumer
+// warpgroup. All of them route, and all but the first quantise x.
 //
-// `p.layer.up.x` and `down.x` are bf16, their `k` counts pairs of e4m3. Needs k % 256 == 0 in both GEMMs, up to 8192 columns, and
-// what grouped_gemm_fp8_sm90.cuh needs. Progress: as in RoutedLayerSm90.
+// `p.layer.up.x` and `down.x` are bf16, and their `k` counts pairs of e4m3. Needs k % 256 == 0 in both GEMMs, up to 8192 columns,
+// and what grouped_gemm_fp8_sm90.cuh needs. Progress: CTAs may wait for each other for the reasons that RoutedLayerSm90 gives.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -25,19 +25,20 @@
 
 namespace oxmoe {
 
-// Plain: the router has neither bias nor groups, see Selector.
+// Plain: the router has neither bias nor groups; see Selector.
 template <bool Gated, int Experts, int Ctas, bool Plain = true>
 struct RoutedLayerFp8Sm90 {
     using Element = __nv_bfloat16;
     using Slots = FewSlotsOf<Experts>;
     static constexpr int kTokens = Slots::kMostTokens;  // rows of a K block of tokens in shared memory
-    static constexpr int kWidth = 16;                   // wgmma's N: 8 columns that nobody looks at
+    static constexpr int kWidth = 16;                   // wgmma's N: 8 of its columns are not used
     using Up = GroupedGemmSm90<Element, Gated, kWidth, 1, 1, 2>;
     using Down = GroupedGemmSm90<Element, false, kWidth, 1, 1, 2>;
 
     static constexpr int kRows = 64, kBlockBytes = kTokens * 128, kWeightBytes = kRows * 128;
     static constexpr int kMostStages = 24, kMostBlocks = 64, kMostInnerBlocks = 16, kInnerSlots = 2;
-    static constexpr int kCopyThreads = 64, kLanes = 4, kVectors = 4;  // of a group of x: vectors of eight
+    // Lanes of a group of x, and vectors of eight that each lane has.
+    static constexpr int kCopyThreads = 64, kLanes = 4, kVectors = 4;
 
     struct Header {
         Slots slots;
@@ -50,7 +51,7 @@ struct RoutedLayerFp8Sm90 {
     static_assert(sizeof(Header) <= kHeaderBytes, "room for the tables");
 
     static constexpr int kThreads = 256;
-    static constexpr int kSharedBytes = 228 * 1024 / Ctas - 1024;  // the system's
+    static constexpr int kSharedBytes = 228 * 1024 / Ctas - 1024;  // the system takes 1 KB for each CTA
     static constexpr int kCtas = Ctas;
     static_assert(kSharedBytes % 1024 == 0, "a ring behind it starts at a swizzle atom");
 
@@ -60,7 +61,7 @@ struct RoutedLayerFp8Sm90 {
         Header& shared = *reinterpret_cast<Header*>(dynamic_shared);
         const Layout layout(p.layer, dynamic_shared);
         const int warp = warp_of_block();
-        // Constants that would otherwise be fetched when they are needed.
+        // These constants would otherwise be fetched when they are needed.
         LayerCounters* counters_at = reinterpret_cast<LayerCounters*>(p.counters);
         asm volatile("" : "+l"(counters_at));
         asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
@@ -89,7 +90,7 @@ struct RoutedLayerFp8Sm90 {
         const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
         uint32_t launch = 0;
         if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / kLaunch;
-        // NOTE: asked for before routing and quantised after it.
+        // NOTE: x is loaded before routing and quantised after it.
         const Input input(p);
         Vectors vectors;
         input.load(vectors);
@@ -118,7 +119,7 @@ private:
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return p.k / 64; }
     static __device__ __forceinline__ int divide(int n, int d) { return layer_parts::divide(n, d); }
 
-    // Shared memory behind Header: x, GEMM1's rows of two tiles, a block for what is read beyond, and the ring.
+    // Shared memory after Header: x, GEMM1's rows of two tiles, a block for reads beyond them, and the ring.
     struct Layout {
         uint32_t input, inner, inner_bytes, ring;
         int stages;
@@ -142,14 +143,15 @@ private:
         }
     };
 
-    // ---- units: GEMM1's in a fixed stride, then neighbouring ones of GEMM2 ----
+    // ---- units: GEMM1's units in a fixed stride, then neighbouring units of GEMM2 ----
 
     struct Unit {
         int tile, row_block;
         bool down;
     };
 
-    // NOTE: as many of GEMM2's for every CTA, whatever it has of GEMM1's: nothing of GEMM2 is multiplied before GEMM1 is done.
+    // NOTE: every CTA has equally many units of GEMM2, however many it has of GEMM1: no unit of GEMM2 is multiplied before GEMM1
+    // is done.
     struct Units {
         int up_count, count, down_first, up_blocks, down_blocks;
 
@@ -173,10 +175,10 @@ private:
 
     using Vectors = uint4[kVectors];
     struct Input {
-        static constexpr int kGroups = (kThreads - 32) / kLanes;  // at a time
+        static constexpr int kGroups = (kThreads - 32) / kLanes;  // groups that a pass of the CTA takes
 
         const uint4* x;
-        int blocks, groups, group;  // of them this thread's next
+        int blocks, groups, group;  // blocks of a token, groups of all tokens, and this thread's next group
 
         __device__ __forceinline__ explicit Input(const RoutedLayerParams& p)
             : x(reinterpret_cast<const uint4*>(p.layer.up.x)),
@@ -205,7 +207,7 @@ private:
         return larger(larger(larger(larger(peak, v.x), v.y), v.z), v.w);
     }
 
-    // Eight numbers of a row to column `vector` of its K block.
+    // Stores the codes of eight numbers of a row at column `vector` of its K block.
     static __device__ __forceinline__ void store_codes(uint32_t block, int row, int vector, const uint4& v, float inverse) {
         const uint32_t words[4] = {v.x, v.y, v.z, v.w};
         uint32_t codes[2];
@@ -247,7 +249,7 @@ private:
         sm90::barrier_arrive(&shared.input);
     }
 
-    // ---- weights: one thread, one box a stage ----
+    // ---- weights: one thread copies one box for each stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
                                                         const LayerParams& p, const Units& units, const Layout& layout,
@@ -269,7 +271,7 @@ private:
         }
     }
 
-    // ---- GEMM1's rows of one tile after the other, as soon as they are there: 16 threads a group of 128 ----
+    // ---- GEMM1's rows, one tile after the other, as soon as they are there: 16 threads for each group of 128 ----
 
     static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const Units& units, const Layout& layout,
                                                       Header& shared) {
@@ -332,7 +334,7 @@ private:
 
     // ---- consumers ----
 
-    // Of a lane's two weight rows, eight apart: those of K blocks `lane` and 32 + `lane`.
+    // The scales of a lane's two weight rows, eight apart, for K blocks `lane` and 32 + `lane`.
     struct WeightScales {
         float of[2][2];
 
@@ -403,7 +405,7 @@ private:
             }
             multiply(blocks, sums[0], tokens, token_scales + lane % 4 * 2, scales, layout, shared, ring);
             if (unit.down) {
-                // Its tokens came after the marks.
+                // The unit's tokens came after the marks, so there is no wait for marks here.
                 Down::add_biases(sums, bias, p.down);
                 layer_parts::store<Element, false, true>(tile.first, tile.count, slice, sums[0], p.down);
                 continue;
@@ -416,7 +418,7 @@ private:
         layer_parts::combine<Element>(p.combine, shared.slots, threadIdx.x % 128);
     }
 
-    // GroupedGemmFp8Sm90::multiply, two K blocks at a time, each into registers of its own.
+    // Multiplies as GroupedGemmFp8Sm90::multiply does, but two K blocks at a time, each into registers of its own.
     static __device__ __forceinline__ void multiply(int blocks, float* sums, uint32_t tokens, const float* token_scales,
                                                     const WeightScales& weight_scales, const Layout& layout, Header& shared,
                                                     Ring& ring) {
@@ -467,7 +469,7 @@ private:
         sums[3] = __fmaf_rn(product[3], __fmul_rn(token.y, weight[1]), sums[3]);
     }
 
-    // layer_parts::store for columns that are tokens: each goes to its place in the tile, if it has one.
+    // Stores outputs as layer_parts::store does, but columns are tokens: each goes to its place in the tile, if it has one.
     static __device__ __forceinline__ void store_up(const GroupedGemmParams& p, const Slots& slots, const Tile& tile, int top_k,
                                                     int slice, bool swiglu_left, const float* sums) {
         constexpr int kHalves = Gated ? 1 : 2;

@@ -1,18 +1,18 @@
 // A whole layer of few tokens and packed MXFP4 weights in one launch, for Hopper: routing, GEMM1, GEMM2 and combine.
 //
-// What RoutedLayerSm90 does for 16-bit weights, in another form. A layer is too little work for units of 64 rows: gpt-oss has 4.1
-// of them an SM. Here a unit is a slice, 16 weight rows and all of K, and a warp's own: it copies the slice's codes and scales
-// into a ring that no other warp sees, decodes and multiplies. So units spread evenly, warps wait for nobody but memory, and
+// This is RoutedLayerSm90 for packed weights, with other units. A layer is too little work for units of 64 rows: gpt-oss has 4.1
+// of them an SM. Here a unit is a slice, 16 weight rows and all of K, and belongs to one warp. The warp copies the slice's codes
+// and scales into a ring that no other warp sees, decodes and multiplies. So units spread evenly, warps wait only for memory, and
 // GEMM2's weights come into the ring while GEMM1 ends.
 //
-// All tokens lie in shared memory, and so do the rows of GEMM1's output that the CTA's units of GEMM2 need, which are those of
-// two tiles at most, since its units are neighbours. The rings have what is left of half an SM's shared memory: the next launch's
-// CTAs lie in the other half and wait when this one ends. Deeper rings do not help: what a warp asks for in one go it waits to
-// ask for, and it should multiply meanwhile.
+// All tokens lie in shared memory, and so do the rows of GEMM1's output that the CTA's units of GEMM2 need. These are rows of two
+// tiles at most, since its units are neighbours. The rings have the rest of half an SM's shared memory: the next launch's CTAs
+// lie in the other half and wait when this one ends. Deeper rings do not help: a warp waits until it can issue its copies in one
+// go, and it should multiply meanwhile.
 //
-// Warps: consumers, the first 8 of which route; 4 helpers, which copy tokens, mark outputs absent, wait for GEMM1's results
-// and combine. Sums, their K order and rounding are GroupedGemmMxfp4Sm90's and Combine's, and so are the bits. The rest, and why
-// CTAs may wait for each other, is RoutedLayerSm90's.
+// The warps are consumers, the first 8 of which route, and 4 helpers. Helpers copy tokens, mark outputs absent, wait for GEMM1's
+// results and combine. Sums, their K order and rounding are GroupedGemmMxfp4Sm90's and Combine's, and so are the bits. The other
+// parts are RoutedLayerSm90's, which also says why CTAs may wait for each other.
 #pragma once
 #include <cstdint>
 
@@ -35,14 +35,14 @@ struct RoutedLayerMxfp4Sm90 {
     static constexpr int kSliceRows = 16;
     static constexpr int kSliceCodes = mxfp4::kCodeBytes / 4, kSliceScales = mxfp4::kScaleBytes / 4;  // bytes of a K block
     static constexpr int kBlocks = Blocks, kStageBytes = kBlocks * (kSliceCodes + kSliceScales), kMostStages = Stages;
-    static constexpr int kTiles = 2;  // of a CTA's units of GEMM2
+    static constexpr int kTiles = 2;  // tiles of a CTA's units of GEMM2
     static constexpr int kSharedBytes = 113 * 1024;
 
     struct alignas(128) Shared {
         FewSlots slots;
         uint64_t full[kConsumers][kMostStages];
-        uint64_t input, inner[kTiles];  // tokens of GEMM1; of a tile of GEMM2
-        uint64_t up_done;               // this CTA's units of GEMM1
+        uint64_t input, inner[kTiles];  // tokens of GEMM1, and of each tile of GEMM2
+        uint64_t up_done;               // passes when this CTA's units of GEMM1 are done
         uint64_t marked;                // passes once, when all CTAs have marked their parts
     };
     static_assert(sizeof(Shared) == (sizeof(FewSlots) + 8 * (kConsumers * kMostStages + 5) + 127) / 128 * 128, "variants.rs");
@@ -51,7 +51,7 @@ struct RoutedLayerMxfp4Sm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         const int warp = warp_of_block();
-        // Constants that would otherwise be fetched when they are needed.
+        // These constants would otherwise be fetched when they are needed.
         LayerCounters* counters_at = reinterpret_cast<LayerCounters*>(p.counters);
         asm volatile("" : "+l"(counters_at));
         asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
@@ -82,7 +82,7 @@ private:
         return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
     }
     static __device__ __forceinline__ int slices(const GroupedGemmParams& p) { return (p.rows + kSliceRows - 1) / kSliceRows; }
-    // Behind a CTA's tokens and each of its tiles: what is read ahead of the last token's last block, and not used.
+    // Bytes after a CTA's tokens and after each of its tiles: they are read ahead of the last token's last block, and not used.
     static constexpr int kReadAhead = 64;
     // Bytes of a token in shared memory: an odd number of 16, so that 8 tokens lie in different banks.
     static __device__ __forceinline__ int pitch(const GroupedGemmParams& p) { return k_blocks(p) * 128 + 16; }
@@ -90,12 +90,12 @@ private:
     // ---- units ----
 
     struct Unit {
-        int tile, slice;  // tile: its number in the schedule
+        int tile, slice;  // tile is its number in the schedule
         bool down;
     };
 
-    // This CTA's units, GEMM1's then GEMM2's, each of them neighbours. GEMM2's odd ones go first to the CTAs that have none of
-    // GEMM1's.
+    // This CTA's units, first GEMM1's then GEMM2's; the units of each GEMM are neighbours. GEMM2's odd units go first to the CTAs
+    // that have no odd unit of GEMM1.
     struct Units {
         int up_first, up_count, down_first, count;
 
@@ -105,7 +105,7 @@ private:
             const int down = tiles * slices(p.down), down_each = divide(down, grid), down_odd = down - down_each * grid;
             up_first = cta * up_each + min(cta, up_odd);
             up_count = up_each + (cta < up_odd);
-            // Odd units of GEMM2 before CTA i: those from CTA up_odd on are first, then those from 0 on.
+            // Odd units of GEMM2 before CTA i: CTAs from up_odd on come first, then those from 0 on.
             const auto odd = [&](int i) {
                 return min(max(i - up_odd, 0), down_odd) + min(i, max(down_odd - (grid - up_odd), 0));
             };
@@ -121,11 +121,11 @@ private:
         }
     };
 
-    // ---- shared memory behind Shared: tokens, GEMM1's results, rings ----
+    // ---- shared memory after Shared: tokens, GEMM1's results, rings ----
 
     struct Layout {
         uint32_t input, first_inner, second_inner, rings;
-        int first_tile, tiles, stages;  // tiles of this CTA's units of GEMM2
+        int first_tile, tiles, stages;  // first_tile and tiles count tiles of this CTA's units of GEMM2
 
         __device__ __forceinline__ Layout(const RoutedLayerParams& p, const Shared& shared, const Units& units) {
             const int each = slices(p.layer.down), row = pitch(p.layer.down), downs = units.count - units.up_count;
@@ -146,14 +146,14 @@ private:
         return sm90::shared_address(&shared) + sizeof(Shared);
     }
 
-    // ---- weights: every warp for itself ----
+    // ---- weights: every warp copies its own ----
 
-    // What the warp copies next.
+    // The weights that the warp copies next.
     struct Source {
-        const uint8_t *codes, *scales;  // of this lane
-        int blocks, index;              // K blocks left of the unit; the unit
+        const uint8_t *codes, *scales;  // addresses of this lane
+        int blocks, index;              // K blocks left of the unit, and the unit's index
 
-        // Once a stage has been read by all lanes, or never was used.
+        // Copies the next stage. Call this once all lanes have read the stage's buffer, or before its first use.
         __device__ __forceinline__ void fill(const LayerParams& p, const Units& units, const FewSlots& slots, uint32_t stage,
                                              uint32_t full) {
             const int lane = threadIdx.x % 32;
@@ -234,7 +234,7 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][i] *= scale;
             if (unit.down) {
-                // Its tokens came after the marks.
+                // The unit's tokens came after the marks, so there is no wait for marks here.
                 Down::add_biases(sums, bias, p.down);
                 layer_parts::store<Element, false, true>(tile.first, tile.count, unit.slice, sums[0], p.down);
             } else {
@@ -264,9 +264,9 @@ private:
     }
 
     struct Ring {
-        uint32_t stages;  // address
+        uint32_t stages;  // address of the first stage
         int count;
-        uint32_t full;  // address
+        uint32_t full;  // address of the first stage's barrier
         int slot = 0;
         uint32_t parity = 0;
 
@@ -307,8 +307,9 @@ private:
         }
     };
 
-    // `mine`: address of this lane's row of the tokens' 8 x 8 tiles. weights[0]: the unit's first block; on return that of the
-    // next unit, if there is one. The next block's weights and the next half's tokens are on their way meanwhile.
+    // `mine` is the address of this lane's row of the tokens' 8 x 8 tiles. weights[0] has the unit's first block; on return it
+    // has the first block of the next unit, if there is one. The next block's weights and the next half's tokens are loaded
+    // meanwhile.
     template <typename Refill>
     static __device__ __forceinline__ void multiply(int blocks, bool goes_on, float* all_sums, uint32_t mine,
                                                     Weights (&weights)[2], Ring& ring, Refill refill) {
@@ -326,13 +327,13 @@ private:
                 if (i + 1 < kBlocks) {
                     weights[(i + 1) % 2].load(stage, i + 1);
                 } else {
-                    // Without a next stage: this one, which is there.
+                    // Without a next stage this loads the present one again.
                     Ring::wait(more ? ring.barrier() : full, more ? ring.parity : parity);
                     weights[(i + 1) % 2].load(ring.stage(), 0);
                 }
                 sm80::load_matrix_4(tokens[1], mine + i * 128 + 64);
                 weights[i % 2].multiply_half(sums, tokens[0], 0);
-                // NOTE: behind the last block lie the next token and kReadAhead.
+                // NOTE: the next token and kReadAhead lie after the last block, so this address is valid.
                 sm80::load_matrix_4(tokens[0], mine + i * 128 + 128);
                 weights[i % 2].multiply_half(sums, tokens[1], 1);
             }
@@ -380,7 +381,7 @@ private:
         const Units units(p, shared.slots.tile_count());
         const Layout layout(params, shared, units);
         sm90::barrier_wait(&shared.marked, 0);
-        // NOTE: not earlier, since what it reads in vain other CTAs' weights must wait for.
+        // NOTE: this does not start earlier, since its polls would delay other CTAs' weights.
         sm90::barrier_wait(&shared.up_done, 0);
 #pragma unroll 1
         for (int i = 0; i < layout.tiles; ++i) {
@@ -402,7 +403,7 @@ private:
         }
     }
 
-    // A tile's rows of GEMM1's output, as soon as they are there.
+    // Copies a tile's rows of GEMM1's output, as soon as they are there.
     static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const Tile& tile, int thread, uint32_t inner) {
         layer_parts::copy_inner<32 * kHelpers>(p, tile.first, tile.count, thread,
                                                [&](int token, int column) { return inner + token * pitch(p) + column * 16; });

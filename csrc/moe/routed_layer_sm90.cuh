@@ -1,19 +1,19 @@
-// A whole layer of few tokens in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. LayerSm90 with the routing inside:
-// every CTA routes for itself (few_slots.cuh), so that no table goes through global memory and weights are asked for as soon as
+// A whole layer of few tokens in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. This is LayerSm90 with the routing
+// inside. Every CTA routes for itself (few_slots.cuh), so no table goes through global memory, and weights are loaded as soon as
 // the experts are known.
 //
-// Between GEMM1 and GEMM2, and between GEMM2 and the combine, results wait for nobody but themselves: every launch marks the rows
-// of both outputs absent when it starts, and readers read them until they are there (absent.cuh).
+// There are no counters between GEMM1 and GEMM2, nor between GEMM2 and the combine. Every launch marks the rows of both outputs
+// absent when it starts, and readers poll them until they are there (absent.cuh).
 //
-// Counters: nobody zeroes them before the launch, so they are not the workspace's but this module's, all zero when it is loaded.
-// Launches on one workspace follow each other and have a slot of them. Each launch adds kLaunch to either counter; `started`
-// numbers them.
+// Nobody zeroes the counters of starts and marks before the launch. So they are not the workspace's but this module's, all zero
+// when it is loaded. Launches on one workspace follow each other and have a slot of counters. Each launch adds kLaunch to either
+// counter; `started` numbers the launches.
 //
-// Warps: 0 weight copies, 1 and 2 token copies, 3 marks, 4 to 7 the consumer warpgroup; all of them route. Sums, their K order
-// and rounding are GroupedGemmSm90's and Combine's, and so are the bits.
+// Warp 0 copies weights, warps 1 and 2 copy tokens, warp 3 marks outputs absent, and warps 4 to 7 are the consumer warpgroup. All
+// of them route. Sums, their K order and rounding are GroupedGemmSm90's and Combine's, and so are the bits.
 //
-// Progress: CTAs wait for each other, so the grid fits on the GPU at once (the plan sees to it), and no launch that could keep
-// CTAs out waits for this one: its successors start after all of them did.
+// Progress: CTAs wait for each other, so the grid fits on the GPU at once (the plan sees to it). No launch that could keep CTAs
+// out waits for this one, because its successors start after all of its CTAs.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -29,7 +29,7 @@ namespace oxmoe {
 template <typename Element, bool Gated, int Tokens, int Stages>
 struct RoutedLayerSm90 {
     static constexpr int kInnerBlocks = 32;  // up to 2048 columns between the GEMMs
-    static constexpr int kWidth = 16;        // the narrowest N that the epilogue turns
+    static constexpr int kWidth = 16;        // the narrowest N that the epilogue transposes
     using Up = GroupedGemmSm90<Element, Gated, kWidth, 1, 1, Stages>;
     using Down = GroupedGemmSm90<Element, false, kWidth, 1, 1, Stages>;
 
@@ -40,7 +40,7 @@ struct RoutedLayerSm90 {
     static_assert(Tokens == kCopyThreads / 8 && Tokens == FewSlots::kMostTokens, "a row of the tile has 8 threads");
 
     struct alignas(128) Shared {
-        // NOTE: wgmma reads 8 columns that nobody looks at from behind the tokens.
+        // NOTE: wgmma reads 8 columns, whose results are not used, from the memory after the tokens.
         uint8_t inner[kInnerBlocks][Tokens * 128];  // GEMM2's tokens, all K blocks of a unit
         struct {
             uint8_t tokens[Tokens * 128], weights[kWeightBytes];
@@ -60,7 +60,7 @@ struct RoutedLayerSm90 {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
         Shared& shared = *reinterpret_cast<Shared*>(dynamic_shared);
         const int warp = warp_of_block();
-        // Constants that would otherwise be fetched when they are needed.
+        // These constants would otherwise be fetched when they are needed.
         LayerCounters* counters_at = reinterpret_cast<LayerCounters*>(p.counters);
         asm volatile("" : "+l"(counters_at));
         asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
@@ -112,9 +112,9 @@ private:
         bool down;
     };
 
-    // This CTA's units. Those of GEMM2 go first to the CTAs that have one of GEMM1 less, the first `extra_rounds` rounds of them
-    // to these alone: GEMM2's units have the fewer bytes. With less than a round of GEMM1's there are no extra rounds: a unit
-    // whose tokens are not there yet should have a ring to itself.
+    // This CTA's units. Units of GEMM2 go first to the CTAs that have one unit of GEMM1 less. The first `extra_rounds` rounds go
+    // to these CTAs alone, because GEMM2's units have fewer bytes. With less than a round of GEMM1's units there are no extra
+    // rounds: a unit whose tokens are not there yet should have a ring to itself.
     class Units {
         const LayerParams& p_;
         const FewSlots& slots_;
@@ -134,7 +134,7 @@ private:
 
         __device__ __forceinline__ int tiles() const { return tiles_; }
 
-        // Expert -1: no more.
+        // Returns the next unit. Its expert is -1 if there is none left.
         __device__ __forceinline__ Unit next() {
             int unit = up_, blocks = row_blocks(p_.up);
             const bool down = unit >= tiles_ * blocks;
@@ -152,7 +152,7 @@ private:
         }
     };
 
-    // ---- weights: one thread, one box a stage ----
+    // ---- weights: one thread copies one box for each stage ----
 
     static __device__ __forceinline__ void copy_weights(const CUtensorMap& up_weights, const CUtensorMap& down_weights,
                                                         const RoutedLayerParams& p, Shared& shared) {
@@ -168,7 +168,7 @@ private:
                 uint64_t* full = pipeline::begin_stage(shared, ring, kWeightBytes);
                 sm90::copy_tensor_5d(shared.stage[ring.slot].weights, weights,
                                      {block * kBlockK, 0, 0, unit.work.row_block * (kRows / 16), unit.work.expert}, full);
-                // GEMM2's tokens come another way.
+                // GEMM2's tokens do not come with the stage: copy_inner() copies them.
                 if (unit.down) sm90::barrier_arrive(full, kCopyThreads);
             }
         }
@@ -196,7 +196,7 @@ private:
         }
     }
 
-    // Stage by stage; 8 neighbouring threads copy 128 bytes of a row.
+    // Copies tokens stage by stage; 8 neighbouring threads copy 128 bytes of a row.
     static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, const WorkUnit& work, int thread,
                                                       Shared& shared, RingPosition<Stages>& ring) {
         const int chunk = thread % 8, token = thread / 8, blocks = k_blocks(p), columns = p.k / 8;
@@ -215,7 +215,7 @@ private:
         }
     }
 
-    // All of a unit's rows of GEMM1's output, as soon as they are there.
+    // Copies all of a unit's rows of GEMM1's output, as soon as they are there.
     static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const WorkUnit& work, int thread,
                                                       Shared& shared) {
         const uint32_t inner = sm90::shared_address(shared.inner);
@@ -236,7 +236,8 @@ private:
             float sums[1][kWidth / 2];
 #pragma unroll
             for (int i = 0; i < kWidth / 2; ++i) sums[0][i] = 0.f;
-            // The same in all lanes, but ptxas must know: then the loop and descriptors live in uniform registers.
+            // The number is the same in all lanes, but ptxas must know that: then the loop and descriptors live in uniform
+            // registers.
             const int blocks = __shfl_sync(0xFFFFFFFF, k_blocks(unit.down ? p.down : p.up), 0);
             const int slice = unit.work.row_block * 4 + threadIdx.x / 32 % 4, first = unit.work.first, count = unit.work.count;
             typename Down::Biases bias;
@@ -251,7 +252,7 @@ private:
                     layer_parts::store<Element, Gated, true>(first, count, slice, sums[0], p.up);
             } else {
                 Down::load_biases(unit.work, p.down, bias);
-                // Its tokens came after the marks.
+                // The unit's tokens came after the marks, so there is no wait for marks here.
                 sm90::barrier_wait(&shared.inner_full, inner.parity);
                 multiply_inner(blocks, sums, shared, ring);
                 sm90::barrier_arrive_if(&shared.inner_empty, threadIdx.x % 32 == 0);
@@ -264,7 +265,8 @@ private:
         layer_parts::combine<Element>(p.combine, shared.slots, threadIdx.x % 128);
     }
 
-    // Down::multiply with all tokens there: nothing but a stage's weights is waited for, and a stage is released two later.
+    // Multiplies as Down::multiply does, but all tokens are there: it waits only for a stage's weights, and releases a stage two
+    // later.
     static __device__ __forceinline__ void multiply_inner(int blocks, float (&sums)[1][kWidth / 2], Shared& shared,
                                                           RingPosition<Stages>& ring) {
         const bool is_lane_0 = threadIdx.x % 32 == 0;

@@ -1,4 +1,4 @@
-// The schedule of a grouped GEMM whose rows lie expert by expert already: tiles of rows from the number of rows of each expert.
+// The schedule of a grouped GEMM whose rows already lie expert by expert: tiles of rows from the number of rows of each expert.
 // src/cpu/schedule.rs is the same on the host.
 #pragma once
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace oxmoe {
 
-// A thread scans an expert, 8 threads write its tiles. Grid: 1.
+// Each thread scans an expert, and 8 threads write the tiles of an expert. Grid: 1.
 struct Schedule {
     static constexpr int kThreads = 1024;
     static constexpr int kSharedBytes = 0;
@@ -50,13 +50,13 @@ struct Schedule {
 private:
     static __device__ __forceinline__ int limited(int x, int most) { return x < 0 ? 0 : x < most ? x : most; }
 
-    // Of a number of each expert that was scanned. Warps without experts stay out: a multiprocessor shuffles for one warp a
+    // The sum of one number for each scanned expert. Warps without experts stay out: a multiprocessor shuffles for one warp a
     // clock.
     struct Sum {
-        int sum = 0;  // in warps that scanned
+        int sum = 0;  // known in warps that scanned
 
-        // Adds a number of each of the first `count` threads; others bring 0. Returns the sum before this thread's. Neither
-        // numbers nor sums are negative or above `most`. All threads meet.
+        // Adds a number of each of the first `count` threads; other threads bring 0. Returns the sum of the numbers before this
+        // thread's. Neither numbers nor sums are negative or above `most`. All threads meet.
         __device__ __forceinline__ int add(int count, int x, int most, int (&warp_sums)[32]) {
             const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (count + 31) / 32;
             if (warp < warps) {
@@ -76,7 +76,7 @@ private:
 
     static __device__ __forceinline__ int of_lane(int x, int lane) { return int(__shfl_sync(0xFFFFFFFFu, uint32_t(x), lane)); }
 
-    // The sum of this lane's number and those of the lanes before it.
+    // The sum of the numbers of this lane and of the lanes before it.
     static __device__ __forceinline__ int scan(int x, int most) {
         const int lane = threadIdx.x % 32;
 #pragma unroll

@@ -1,8 +1,8 @@
-// Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], one warp a token. The rules are those of
-// src/cpu/select.rs: NaN is above all numbers, of experts and of groups, and experts outside the best groups are never chosen.
+// Top-k: router logits [tokens, experts] to ids and weights [tokens, top_k], with one warp for each token. The rules are those of
+// src/cpu/select.rs. NaN is above all numbers, of experts and of groups. Experts outside the best groups are never chosen.
 //
 // Every lane holds up to kExpertsPerLane consecutive experts as sorted lists of order-preserving words; a round takes the largest
-// head of the warp. A token is picked (ids), then weighed (weights): what needs ids alone need not wait for the weights.
+// head of the warp. A token is picked (ids), then weighed (weights): work that needs only ids does not wait for the weights.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -13,17 +13,17 @@
 
 namespace oxmoe {
 
-// Unsigned order of the keys = order of the floats, -0 equal to +0, every NaN (the sum makes it the positive one) above all; 0 is
-// below every float's key.
+// The unsigned order of the keys is the order of the floats. -0 is equal to +0, and every NaN (the sum makes it the positive one)
+// is above all. 0 is below every float's key.
 __device__ __forceinline__ uint32_t key_of(float value) {
     const uint32_t bits = __float_as_uint(value + 0.0f);
     return bits ^ (uint32_t(int(bits) >> 31) | 0x80000000u);
 }
-constexpr uint32_t kLowestKey = 0x007FFFFFu;  // of -inf
+constexpr uint32_t kLowestKey = 0x007FFFFFu;  // the key of -inf
 
 __device__ __forceinline__ float float_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key); }
 
-// What a lane knows of a token between its id and its weight. Lane j < top_k holds column j.
+// A lane's state of a token between its id and its weight. Lane j < top_k holds column j.
 struct Choice {
     int id;          // in the final order of columns
     int source;      // lane with the value of this lane's column, before order_by_id
@@ -36,10 +36,11 @@ struct Choice {
 template <int kExpertsPerLane, bool kPlain = false>
 class Selector {
     static constexpr int kOwn = kExpertsPerLane, kLength = kOwn < 4 ? kOwn : 4, kLists = kOwn / kLength;
-    // Bits of a key that take_best() has the id in. The key of an expert that is missing or may not be chosen is below every
-    // number's, and these bits say no more than its sign.
-    static constexpr uint32_t kLow = 511, kNobody = kLow;
+    // The bits of a key in which take_best() puts the id. The key of an expert that is missing or may not be chosen is below
+    // every number's, and these bits say no more than its sign.
+    static constexpr uint32_t kLow = kOwn <= 16 ? 511 : 1023, kNobody = kLow;
     static_assert(kOwn >= 1 && kOwn % kLength == 0, "the lists of a lane have equal lengths");
+    static_assert(kOwn <= 32, "a lane marks its experts in the bits of a word");
 
     const SelectParams& params_;
     const int lane_, routed_;
@@ -64,12 +65,12 @@ public:
                 (kPlain || reinterpret_cast<uintptr_t>(params.correction_bias) % 16 == 0);
     }
 
-    // This lane's logits as they lie in memory, one a word or two 16-bit ones.
+    // This lane's logits as they lie in memory. A word has one logit, or two 16-bit ones.
     struct Row {
         uint32_t word[kOwn];
     };
 
-    // Begins to read this lane's logits of one token; values() waits for them. -inf where there is no expert.
+    // Begins to read this lane's logits of one token; values() waits for them. A missing expert has -inf.
     __device__ __forceinline__ void fetch(Row& row, int token) const {
         const size_t at = size_t(token) * params_.experts + first_;
         if (params_.logits_dtype == Dtype::F32) {
@@ -94,14 +95,14 @@ public:
         }
     }
 
-    // Both at once.
+    // Reads this lane's logits of one token, and waits for them.
     __device__ __forceinline__ void load(float (&logit)[kOwn], int token) const {
         Row row;
         fetch(row, token);
         values(logit, row);
     }
 
-    // This lane's correction bias; 0 where there is none.
+    // Reads this lane's correction bias, which is 0 if there is none.
     __device__ __forceinline__ void load_bias(float (&bias)[kOwn]) const {
 #pragma unroll
         for (int i = 0; i < kOwn; ++i) bias[i] = 0.0f;
@@ -114,7 +115,7 @@ public:
     // Whether experts are chosen on their logits, which order them like every score does.
     __device__ __forceinline__ bool on_logit() const { return kPlain || (params_.correction_bias == nullptr && !grouped_); }
 
-    // The ids of a token, column j in lane j < top_k; weigh() makes the weights. kOnLogit is on_logit().
+    // Picks the ids of a token, column j in lane j < top_k; weigh() computes the weights. kOnLogit is on_logit().
     template <bool kOnLogit>
     __device__ __forceinline__ Choice pick(const float (&logit)[kOwn], const float (&bias)[kOwn], int token) const {
         Choice choice;
@@ -170,7 +171,7 @@ public:
 private:
     __device__ __forceinline__ bool biased() const { return !kPlain && params_.correction_bias != nullptr; }
 
-    // Softmax over the chosen equals softmax over all experts once it is renormalized, and needs no sum over all.
+    // Softmax over the chosen experts equals softmax over all experts once it is renormalized, and needs no sum over all.
     __device__ __forceinline__ bool over_chosen() const {
         return params_.scoring == Scoring::SoftmaxTopk ||
                (params_.scoring == Scoring::Softmax && params_.renormalize && on_logit());
@@ -249,7 +250,8 @@ private:
         }
     }
 
-    // Whether this lane's group is among the best; ties to the lower group. Keys are compared: a NaN makes its group the best.
+    // Whether this lane's group is among the best; in a tie the lower group wins. Keys are compared: a NaN makes its group the
+    // best.
     __device__ __forceinline__ bool group_is_in(const uint32_t (&key)[kOwn]) const {
         uint32_t most = kLowestKey, second = kLowestKey;
 #pragma unroll
@@ -272,15 +274,16 @@ private:
         return better < params_.topk_group;
     }
 
-    // What take_best() compares: keys, or logits, whose missing experts have -inf and ids above all others.
+    // Returns the key that take_best() compares, from a logit or a key. Missing experts have the logit -inf, and ids above all
+    // others.
     static __device__ __forceinline__ uint32_t key_at(const float (&logit)[kOwn], int i) { return key_of(logit[i]); }
     static __device__ __forceinline__ uint32_t key_at(const uint32_t (&key)[kOwn], int i) { return key[i]; }
 
-    // The id of the j-th best in lane j < routed.
+    // Returns the id of the j-th best in lane j < routed.
     //
-    // The upper 23 bits of the key and 9 bits that fall with the id make one word, so a round is one reduction. Experts that
-    // share the upper bits follow each other; only if there are any among the best, and the lower bits tell them apart, the keys
-    // are taken whole.
+    // The upper bits of the key and kLow's bits, which fall with the id, make one word, so a round is one reduction. Experts that
+    // share the upper bits follow each other. If there are such experts among the best, and the lower bits tell them apart, whole
+    // keys are compared instead.
     template <typename Value>
     __device__ __forceinline__ int take_best(const Value (&value)[kOwn]) const {
         uint32_t word[kLists][kLength];
@@ -321,8 +324,8 @@ private:
             round(rounds), round(rounds + 1);
             if ((rounds += 2) >= routed_) break;
         }
-        // Whether the upper bits of one of the best are those of its successor; the last one's is a lane's or the best of what is
-        // left.
+        // Two of the best are twins if their upper bits are the same. The successor of the last one is in a lane, or is the best
+        // of the rest.
         head = word[0][0];
 #pragma unroll
         for (int l = 1; l < kLists; ++l) head = max(head, word[l][0]);
@@ -340,7 +343,7 @@ private:
         return kLow - (mine & kLow);
     }
 
-    // The same from whole keys.
+    // Returns the id of the j-th best in lane j < routed, from whole keys.
     template <typename Value>
     __device__ __forceinline__ int take_best_whole(const Value (&value)[kOwn]) const {
         uint32_t taken = 0;
@@ -372,23 +375,23 @@ private:
         return source;
     }
 
-    // The same sum in every lane < top_k, always added in the same order.
+    // Returns the same sum in every lane < top_k, always added in the same order.
     __device__ __forceinline__ float sum_of_columns(float value) const {
         for (int d = 1; d < params_.top_k; d *= 2) value += __shfl_xor_sync(~0u, value, d);
         return value;
     }
 };
 
-// Top-k of tokens [first, first + count), one warp a token. `warp` is this warp's number, from warp_of_block().
+// Top-k of tokens [first, first + count), with one warp for each token. `warp` is this warp's number, from warp_of_block().
 template <int kExpertsPerLane, bool kPlain>
 class TokenLoop {
-    // As far as registers go, the next token is read early, and the last one's weights are made late.
+    // If there are enough registers, the next token is read early, and the last one's weights are computed late.
     static constexpr bool kAhead = kPlain && kExpertsPerLane <= 8, kLate = kPlain || kExpertsPerLane <= 8;
 
     const SelectParams& params_;
     const Selector<kExpertsPerLane, kPlain> selector_;
     const int first_, count_;
-    const int warps_, warp_;  // the last warp of the CTA is 0: the first ones have the sums over the experts to make
+    const int warps_, warp_;  // the last warp of the CTA is 0: the first warps compute the sums over the experts
     int valid_;               // tokens that are no padding
 
     int pending_ = -1;  // token of this warp that was picked and not yet weighed
@@ -397,12 +400,12 @@ class TokenLoop {
 public:
     __device__ TokenLoop(const SelectParams& params, int warp, int first, int count)
         : params_(params), selector_(params), first_(first), count_(count), warps_(blockDim.x / 32), warp_(warps_ - 1 - warp) {
-        // Into the constant cache, early.
+        // This brings parameters into the constant cache early.
         if (kPlain && kExpertsPerLane <= 4) asm volatile("" ::"l"(params.ids), "l"(params.weights), "f"(params.scale));
     }
 
-    // `mark(t, column, id)` gets the id of each column of token first + t, -1 for padding. Ids and weights go to memory one token
-    // later, behind the loads of the next token; finish() follows for the last one.
+    // Calls `mark(t, column, id)` with the id of each column of token first + t, -1 for padding. Ids and weights are stored one
+    // token later, after the loads of the next token; finish() stores the last one's.
     template <typename Mark>
     __device__ __forceinline__ void pick(Mark mark) {
         const int lane = threadIdx.x % 32;
@@ -426,7 +429,7 @@ public:
         }
     }
 
-    // `body(t, column)` for what pick() gave to mark(), in the same threads.
+    // Calls `body(t, column)` for each column that pick() gave to mark(), in the same threads.
     template <typename Body>
     __device__ __forceinline__ void columns(Body body) const {
         const int lane = threadIdx.x % 32;
@@ -435,7 +438,7 @@ public:
         for (int t = warp_; t < count_; t += warps_) body(t, lane);
     }
 
-    // The last token's ids and weights.
+    // Stores the last token's ids and weights.
     __device__ __forceinline__ void finish() {
         if (kLate && pending_ >= 0) weigh();
     }
@@ -456,11 +459,11 @@ private:
     }
 };
 
-// Top-k alone, or as the first of two launches: then route.block_histogram gets the slots per expert of each CTA's tokens.
-// Grid: any number of CTAs, each with an equal share of the tokens. Shared memory: BlockHistogram's, none when alone.
+// Top-k alone, or as the first of two launches: then route.block_histogram gets the slots per expert of each CTA's tokens. Grid:
+// any number of CTAs, each with an equal share of the tokens. The shared memory is BlockHistogram's; top-k alone needs none.
 template <int kExpertsPerLane, bool kPlain>
 struct Select {
-    static constexpr int kMaxThreads = 1024;
+    static constexpr int kMaxThreads = kExpertsPerLane <= 16 ? 1024 : 512;
 
     static __device__ __forceinline__ void run(const SelectParams& select, const RouteParams& route) {
         const int share = (select.tokens + gridDim.x - 1) / gridDim.x;
@@ -471,7 +474,7 @@ struct Select {
 
         if (counting) histogram.clear();
         pdl::wait();
-        pdl::launch_dependents();  // not before: what makes tokens ready for GEMM1 may run beside routing
+        pdl::launch_dependents();  // not before the wait: the kernel that prepares tokens for GEMM1 may run beside routing
         tokens.pick([&](int, int, int id) {
             if (counting) histogram.add(id);
         });

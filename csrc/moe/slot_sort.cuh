@@ -1,7 +1,7 @@
 // Pieces of the stable sort of slots by expert that the routing kernels share.
 //
-// One bit per (expert, unit) and a popcount sort the slots, stable and without any order-dependent atomic. A unit is a token when
-// it lists an expert at most once (top-k), else a slot (given ids may repeat).
+// One bit per (expert, unit) and a popcount sort the slots, stable and without any order-dependent atomic. A unit is a token if
+// it lists an expert at most once (top-k), otherwise a slot (given ids may repeat).
 #pragma once
 #include <cstdint>
 #include <type_traits>
@@ -20,12 +20,12 @@ __device__ __forceinline__ uint32_t* shared_words() {
 // diverged warps.
 __device__ __forceinline__ int warp_of_block() { return __shfl_sync(~0u, int(threadIdx.x) / 32, 0); }
 
-// Brings the parameters' tail into the constant cache; the front is read early anyway.
+// Brings the last parameters into the constant cache; the first ones are read early anyway.
 __device__ __forceinline__ void touch(const RouteParams& params) {
     asm volatile("" ::"l"(params.histogram), "l"(params.tiles), "l"(params.block_histogram));
 }
 
-// Expert id to local expert, or -1: skipped.
+// Returns the local expert of an expert id, or -1 for a skipped one.
 __device__ __forceinline__ int local_expert(const RouteParams& params, int id) {
     const uint32_t local = uint32_t(id) - uint32_t(params.first_expert);
     return local < uint32_t(params.experts) ? int(local) : -1;
@@ -37,9 +37,9 @@ __device__ __forceinline__ int expert_of_slot(const RouteParams& params, int slo
     return int32_t(id) == id ? local_expert(params, int32_t(id)) : -1;
 }
 
-// Slots per expert of one CTA, a row of `block_histogram`: 8-bit counts, four a word, when a CTA has at most 255 units, else
-// 16-bit counts, two a word, so that a CTA may have at most 65535 slots.
-// Shared memory: experts rounded up to a multiple of 4, 4 bytes each.
+// Slots per expert of one CTA, a row of `block_histogram`. If a CTA has at most 255 units, there are 8-bit counts, four in a
+// word. Otherwise there are 16-bit counts, two in a word, so that a CTA may have at most 65535 slots. Shared memory: experts
+// rounded up to a multiple of 4, 4 bytes each.
 class BlockHistogram {
     const RouteParams& params_;
     int* counts_ = reinterpret_cast<int*>(shared_words());
@@ -47,7 +47,7 @@ class BlockHistogram {
 public:
     __device__ explicit BlockHistogram(const RouteParams& params) : params_(params) {}
 
-    // Counts in a word. `units`: the most that an expert can be counted in one CTA.
+    // Returns the number of counts in a word. `units` is the most that an expert can be counted in one CTA.
     static __device__ __forceinline__ int counts_of_word(int units) { return units <= 255 ? 4 : 2; }
 
     __device__ __forceinline__ void clear() {
@@ -77,9 +77,9 @@ public:
     }
 };
 
-// Offsets and tile schedule from the slots per expert. Every CTA scans for itself; the grid shares the writing.
-// Thread p < experts / 2 (rounded up) has experts 2 p and 2 p + 1. kNarrow: there are at most 65535 slots.
-// Shared memory: kFixedBytes + 16 bytes an expert, at the front.
+// Offsets and tile schedule from the slots per expert. Every CTA scans for itself; the grid shares the writing. Thread p <
+// experts / 2 (rounded up) has experts 2 p and 2 p + 1. kNarrow: there are at most 65535 slots. Shared memory: kFixedBytes + 16
+// bytes for each expert, at the front.
 template <bool kNarrow>
 class Schedule {
     using Sum = std::conditional_t<kNarrow, uint32_t, uint64_t>;  // tiles, slots
@@ -89,22 +89,22 @@ class Schedule {
     Sum* warp_sums_ = reinterpret_cast<Sum*>(shared_words());
     int2* totals_ = reinterpret_cast<int2*>(shared_words() + kFixedBytes / 4 - 2);  // slots, tiles
     int4* spans_ = reinterpret_cast<int4*>(shared_words() + kFixedBytes / 4);       // first place, slots, first tile, tiles
-    int2 total_, tiles_;                                                            // of this thread's experts
-    Sum sum_;  // of all experts up to this thread's, in its warp
+    int2 total_, tiles_;                                                            // slots and tiles of this thread's experts
+    Sum sum_;  // sum over all experts up to this thread's, in its warp
 
 public:
     static constexpr int kFixedBytes = 256;
 
     __device__ explicit Schedule(const RouteParams& params) : params_(params) {}
 
-    // The shared memory behind this object's.
+    // The shared memory after this object's.
     __device__ __forceinline__ uint32_t* end() const { return reinterpret_cast<uint32_t*>(spans_ + params_.experts); }
 
     // Whether this warp has experts.
     __device__ __forceinline__ bool scans(int warp) const { return 64 * warp < params_.experts; }
 
-    // The warps that scan call begin() and end(), with a barrier of all warps between them and one behind; other warps have that
-    // long for other work. A thread brings the slots of its experts ...
+    // The warps that scan call begin() and end(), with a barrier of all warps between them and another one after end(). Other
+    // warps have that long for other work. In begin() a thread gives the slots of its experts.
     __device__ __forceinline__ void begin(int warp, int2 total) {
         const int lane = threadIdx.x % 32;
         total_ = total, tiles_ = make_int2(tiles_of(total.x), tiles_of(total.y));
@@ -117,7 +117,7 @@ public:
         if (lane == 31) warp_sums_[warp] = sum_;
     }
 
-    // ... and gets their first places.
+    // Returns the first places of the thread's experts.
     __device__ __forceinline__ int2 end(int warp) const {
         const int thread = threadIdx.x, experts = params_.experts;
         Sum sum = sum_, everything = 0;
@@ -142,16 +142,17 @@ public:
         return offset;
     }
 
-    // After the barrier behind end(): this thread's part of the schedule, of both tails and of the counters.
+    // Writes this thread's part of the schedule, of both tails and of the counters. Call this after the barrier that follows
+    // end().
     __device__ __forceinline__ void write() const {
         const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x;
-        // 1 to 8 threads an expert, as many as the grid has.
+        // Each expert has 1 to 8 threads, as many as the grid has.
         const int each_log2 = min(31 - __clz(ids / params_.experts), 3), each = 1 << each_log2;
         int4* tiles = reinterpret_cast<int4*>(params_.tiles);
 #pragma unroll 1
         for (int e = id >> each_log2; e < params_.experts; e += ids >> each_log2) {
             const int4 span = spans_[e];
-            // Evenly: a full tile and a small rest would take longer than two halves.
+            // Tiles are cut evenly: a full tile and a small rest would take longer than two halves.
             TileCut cut{span.y, 1, 0};
             if (span.w > 1) {
                 const int step = params_.tile_step, steps = divide(span.y + step - 1, step);
@@ -189,8 +190,8 @@ private:
 };
 
 // The places of a CTA's slots, unit by unit, once the first places of the CTA's experts are known. Experts are rounded up to a
-// multiple of 8 columns. Shared memory: 2 bytes a slot, rounded up to 16, then 4-byte words chosen [groups, columns] and start
-// [groups, columns]; groups of 32 units.
+// multiple of 8 columns. Shared memory: 2 bytes for each slot, rounded up to 16, then 4-byte words chosen [groups, columns] and
+// start [groups, columns]. A group has 32 units.
 class UnitBits {
     const RouteParams& route_;
     const int groups_, columns_;
@@ -209,7 +210,7 @@ public:
 
     __device__ __forceinline__ int columns() const { return columns_; }
 
-    // The starts' memory, which is the last, for other uses before start().
+    // Lends the memory of the starts, which comes last, for other uses before start().
     __device__ __forceinline__ int* lend() const { return start_; }
 
     __device__ __forceinline__ void clear() const {
@@ -217,17 +218,18 @@ public:
         for (int i = threadIdx.x; i < groups_ * columns_ / 4; i += blockDim.x) chosen[i] = {};
     }
 
-    // Slot `slot`, of unit `unit`, goes to a local expert, or nowhere (-1).
+    // Slot `slot`, which belongs to unit `unit`, goes to a local expert, or nowhere (-1).
     __device__ __forceinline__ void mark(int unit, int slot, int expert) const {
         expert_[slot] = int16_t(expert);
         if (expert >= 0) atomicOr(&chosen_[unit / 32 * columns_ + expert], 1u << unit % 32);
     }
 
-    // After all marks: thread p gives the first places of experts 2 p and 2 p + 1 and gets those of what follows these units.
+    // Call this after all marks. Thread p gives the first places of experts 2 p and 2 p + 1, and gets the first places after
+    // these units.
     __device__ __forceinline__ void start(int2& next) const {
         const int thread = threadIdx.x, pairs = columns_ / 2;
         if (thread >= pairs) return;
-// Four groups at a time: their bits are read before a start is written.
+// The loop takes four groups at a time: their bits are read before a start is written.
 #pragma unroll 1
         for (int g = 0; g < groups_; g += 4) {
             const uint2* const bits = reinterpret_cast<const uint2*>(chosen_) + g * pairs + thread;
@@ -243,7 +245,7 @@ public:
         }
     }
 
-    // Of a slot that mark() got.
+    // Places a slot that mark() got.
     __device__ __forceinline__ void place(int unit, int slot, int first_slot) const {
         const int expert = expert_[slot];
         int place = -1;

@@ -1,4 +1,4 @@
-// What a CTA of Hopper's grouped GEMMs takes at a time.
+// The work units that the CTAs of Hopper's grouped GEMMs take.
 #pragma once
 #include "../common/ring.cuh"
 #include "../common/sm90.cuh"
@@ -6,7 +6,7 @@
 
 namespace oxmoe {
 
-// Tokens [first, first + count) of one expert times kRows weight rows. `expert` -1: no more work.
+// Tokens [first, first + count) of one expert times kRows weight rows. `expert` is -1 if there is no more work.
 struct alignas(16) WorkUnit {
     int expert, first, count, row_block;  // row block of all consumers, or ~ of one's row tile: GroupedGemmSm90::row_block
 };
@@ -18,16 +18,16 @@ __device__ __forceinline__ void make_uniform(WorkUnit& work) {
     work.row_block = __shfl_sync(0xFFFFFFFF, work.row_block, 0);
 }
 
-// That of a kernel with both GEMMs of a layer.
+// The work unit of a kernel with both GEMMs of a layer.
 struct alignas(16) PairUnit : WorkUnit {
-    int tile;     // where GEMM1's row tiles are counted: its number in the schedule; without one, the expert's
-    int awaited;  // what that comes to before GEMM2's tokens are there
-    int stored;   // of GEMM1: the barrier where consumers say so; -1: a unit of GEMM2
+    int tile;     // number under which GEMM1's row tiles are counted: the tile's in the schedule or, without one, the expert's
+    int awaited;  // the count that GEMM2 waits for before it reads tokens
+    int stored;   // GEMM1: the barrier at which consumers report stored outputs; -1: a unit of GEMM2
 
     __device__ __forceinline__ bool is_down() const { return stored < 0; }
 };
 
-// Waits for the next unit that the schedule's warp hands out and reads it; false: there is none.
+// Waits for the next unit that the schedule's warp hands out, and reads it. Returns false if there is none.
 // NOTE: the packed kernels (packed_pipeline_sm90.cuh) have these lines written out: ptxas makes other code of the calls there.
 template <typename Shared, int Slots>
 __device__ __forceinline__ bool await_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
@@ -35,14 +35,14 @@ __device__ __forceinline__ bool await_unit(Shared& shared, const RingPosition<Sl
     work = shared.unit[units.slot];
     return work.expert >= 0;
 }
-// The same by a thread that reads no more of what comes with the unit: its slot may be used again.
+// Takes the next unit as await_unit() does, and frees its slot: this thread reads no more of what comes with the unit.
 template <typename Shared, int Slots>
 __device__ __forceinline__ bool take_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
     const bool more = await_unit(shared, units, work);
     sm90::barrier_arrive(&shared.unit_empty[units.slot]);
     return more;
 }
-// The same by the lanes of a warp together.
+// Takes the next unit as take_unit() does, by all lanes of a warp together.
 template <typename Shared, int Slots>
 __device__ __forceinline__ bool take_uniform_unit(Shared& shared, const RingPosition<Slots>& units, WorkUnit& work) {
     take_unit(shared, units, work);
@@ -50,7 +50,7 @@ __device__ __forceinline__ bool take_uniform_unit(Shared& shared, const RingPosi
     return work.expert >= 0;
 }
 
-// The GEMM that a unit is of.
+// The GEMM of a unit.
 __device__ __forceinline__ const GroupedGemmParams& gemm_of(const GroupedGemmParams& p, const WorkUnit&) { return p; }
 __device__ __forceinline__ const GroupedGemmParams& gemm_of(const GemmPairParams& p, const PairUnit& unit) {
     return unit.is_down() ? p.down : p.up;
@@ -64,8 +64,8 @@ __device__ __forceinline__ int x_row(const GemmPairParams&, const GroupedGemmPar
     return p.slot_of_place && p.row_divisor ? p.slot_of_place[place] / p.row_divisor : place;
 }
 
-// Work unit `unit` of tile_count x row_blocks: its tile's number, the tile and the row block. Tiles fastest inside groups of
-// kTileGroup: CTAs that run together share weight rows as well as tokens.
+// Finds work unit `unit` of tile_count x row_blocks: sets tile and row block, and returns the tile's number. Tiles are fastest
+// inside groups of kTileGroup: CTAs that run together share weight rows as well as tokens.
 constexpr int kTileGroup = 4;
 __device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int row_blocks, int unit, WorkUnit& work) {
     const int group = unit / (kTileGroup * row_blocks), place = unit % (kTileGroup * row_blocks);
@@ -77,8 +77,9 @@ __device__ __forceinline__ int find_unit(const Tile* tiles, int tile_count, int 
 }
 
 constexpr int kMostGroupTiles = 12;
-// The same in another order: all tiles of an expert, then the next row block: an expert's weights are read from memory once. An
-// expert with many tiles has them in even groups, so that the tokens of a group stay in L2. `expert_rows`: all of the expert's.
+// Finds a unit in another order: all tiles of an expert come first, then the next row block, so an expert's weights are read from
+// memory once. An expert with many tiles has them in even groups, so that the tokens of a group stay in L2. `expert_rows` gets
+// the number of all of the expert's rows.
 __device__ __forceinline__ int find_unit_by_expert(const Tile* all, int tile_count, int row_blocks, int unit, WorkUnit& work,
                                                    int* expert_rows = nullptr) {
     // Every tile of an expert has row_blocks units: this one is a tile of the unit's expert.

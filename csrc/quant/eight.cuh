@@ -20,7 +20,7 @@ __device__ __forceinline__ void take(const float4& low, const float4& high, floa
     x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-// Returns the e4m3 codes of their products with `factor`, the first in the lowest byte.
+// Returns the e4m3 codes of eight numbers times `factor`, the first in the lowest byte.
 __device__ __forceinline__ uint2 e4m3_codes(const float (&x)[8], float factor) {
     float scaled[8];
 #pragma unroll
@@ -37,7 +37,8 @@ struct PairOf<__nv_bfloat16> {
     using Type = __nv_bfloat162;
 };
 
-// The largest magnitudes of 16-bit numbers, NaN left out: one of those at even places and one of those at odd places, in a word.
+// The largest magnitudes of 16-bit numbers, NaN left out. The word has one for the numbers at even places and one for those at
+// odd places.
 template <typename Element>
 struct Peak {
     uint32_t halves = 0;
@@ -49,7 +50,7 @@ struct Peak {
         halves = reinterpret_cast<const uint32_t&>(larger);
     }
     __device__ __forceinline__ void grow(const uint4& words) { grow(words.x), grow(words.y), grow(words.z), grow(words.w); }
-    // Takes in what the lane has whose number differs from this one's in the bit `distance`.
+    // Takes in the magnitudes of the lane whose number differs from this lane's in the bit `distance`.
     __device__ __forceinline__ void exchange(int distance) { grow(__shfl_xor_sync(0xFFFFFFFF, halves, distance)); }
 
     __device__ __forceinline__ float value() const {

@@ -1,4 +1,4 @@
-// Scales of e4m3 rows that a caller quantised, as the GEMMs read them: a thread for each of the table.
+// Copies scales of e4m3 rows that a caller quantised into the table that the GEMMs read. Each thread writes one scale.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
-// MXFP4 weights from a checkpoint's form (codes and scales of matrices, row by row) to other projects' layouts, and back: what
-// src/quant/layouts/ does on the host, and says of the layouts. A thread takes what lies together in the layout.
+// Converts MXFP4 weights from a checkpoint's form (codes and scales of matrices, row by row) to other projects' layouts, and
+// back. src/quant/layouts/ does this on the host, and describes the layouts. A thread takes what lies together in the layout.
 #pragma once
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 namespace oxmoe {
 namespace mxfp4 {
 
-// Bytes m[i] of four words to the bytes i of four words; its own inverse.
+// Transposes the 4 x 4 bytes of four words: byte i of word m becomes byte m of word i. The function is its own inverse.
 __device__ __forceinline__ void transpose(uint32_t (&m)[4]) {
     const uint32_t a = __byte_perm(m[0], m[1], 0x5140), b = __byte_perm(m[0], m[1], 0x7362);
     const uint32_t c = __byte_perm(m[2], m[3], 0x5140), d = __byte_perm(m[2], m[3], 0x7362);
@@ -20,7 +20,8 @@ __device__ __forceinline__ void transpose(uint32_t (&m)[4]) {
     m[3] = __byte_perm(b, d, 0x7632);
 }
 
-// The four bytes of a quad to their word: `spread` and `pairs` of words.rs, with their inverses. `pairs` is its own.
+// Moves the codes of a quad's four bytes into a word. These are `spread` and `pairs` of words.rs, and `unspread`, the inverse of
+// `spread`. `pairs` is its own inverse.
 __device__ __forceinline__ uint32_t spread(uint32_t quad) {
     uint32_t x[4];
 #pragma unroll
@@ -57,9 +58,9 @@ struct Mxfp4LayoutCodes : Cta<128> {
         const uint32_t band = blockIdx.x / parts, bands = p.held_rows / 16;
         const uint32_t strip = blockIdx.x % parts * kThreads + threadIdx.x;
         if (strip >= strips) return;
-        // Two rows of a tile, then the next tile: both sides are read and written in long pieces.
+        // Neighbouring threads take two rows of a tile, then the next tile, so both sides are read and written in long pieces.
         const uint32_t tile = strip / 2 % tiles, row = strip / 2 / tiles * 2 + strip % 2;
-        uint32_t words[4][4] = {};  // of each step of 8 columns: its four rows and halves, or quads
+        uint32_t words[4][4] = {};  // the words of each step of 8 columns: its four rows and halves, or its quads
         if (kBack) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
@@ -98,7 +99,7 @@ struct Mxfp4LayoutCodes : Cta<128> {
     }
 
 private:
-    // Where 16 bytes lie: of Hopper's the words of quad i, of CUTLASS' those of step i.
+    // The offset of 16 bytes in the layout: in Hopper's they are the words of quad i, in CUTLASS' the words of step i.
     static __device__ __forceinline__ size_t held(const LayoutMxfp4Params& p, uint32_t band, uint32_t row, uint32_t tile, int i) {
         const size_t start = size_t(band) * 16 * p.held_columns, columns = p.held_columns;
         if (p.layout == Mxfp4Layout::Hopper) return start + row / 2 * 4 * columns + 128 * tile + row % 2 * 64 + 16 * i;
@@ -145,7 +146,7 @@ struct Mxfp4LayoutScales : Cta<128> {
         const bool hopper = p.layout == Mxfp4Layout::Hopper;
         uint32_t row, column;
         if (hopper) {
-            // Lanes, the two tiles of a warp, columns by two, warps.
+            // Neighbouring threads take lanes, then the two tiles of a warp, pairs of columns, and warps.
             const uint32_t lane = word % 8, tile = word / 8 % 2, by_two = word / 16, pairs = p.held_columns / 2;
             row = (tile * (p.band_rows / 32) + by_two / pairs) * 16 + lane;
             column = by_two % pairs * 2;

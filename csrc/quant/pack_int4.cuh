@@ -1,7 +1,7 @@
-// int4 weights from a checkpoint's form (codes [experts, rows, k / 2], scales and zero points [experts, rows, k / group]) to the
-// packed one of common/int4.cuh, once at load.
+// Packs int4 weights once at load. It reads a checkpoint's form (codes [experts, rows, k / 2], scales and zero points [experts,
+// rows, k / group]), and writes the packed form of common/int4.cuh.
 //
-// NOTE: its successor does not start early: what is packed is older than any kernel that reads it.
+// NOTE: this kernel's successor does not start early: packed weights are older than any kernel that reads them.
 #pragma once
 #include <cstdint>
 
@@ -26,7 +26,7 @@ struct Int4Pack : Cta<512> {
         const uint32_t k_block = blockIdx.x % parts * kBlocks + threadIdx.x / 128, thread = threadIdx.x % 128, pair = thread % 4;
         if (blockIdx.x % (parts * row_tiles) == 0 && threadIdx.x == 0) p.expert_scales[expert] = 1;
         if (k_block >= k_blocks) return;
-        // Padding is weights of 0: the middle code with the scale 0.
+        // Padding has weights of 0: the middle code with the scale 0.
         uint32_t words[4] = {0x88888888, 0x88888888, 0x88888888, 0x88888888}, scales[2] = {}, zeros = int4::kMiddle * 0x01010101;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -41,7 +41,7 @@ struct Int4Pack : Cta<512> {
                     const int byte = 8 * (2 * group + half);
                     zeros = (zeros & ~(0xFFu << byte)) | uint32_t(p.zeros[at]) << byte;
                 }
-                // 32 codes: those of two k16 steps.
+                // These are 32 codes: the codes of two k16 steps.
                 const uint4 codes = reinterpret_cast<const uint4*>(p.codes)[(first * p.k + column) / 32];
                 put(words[2 * group], codes.x, codes.y, pair, half);
                 put(words[2 * group + 1], codes.z, codes.w, pair, half);
@@ -59,7 +59,7 @@ struct Int4Pack : Cta<512> {
     }
 
 private:
-    // Four codes of a row and k16 step, whose first and second eight columns are `low` and `high`.
+    // Puts four codes of a row and k16 step into a word. The step's first and second eight columns are `low` and `high`.
     static __device__ __forceinline__ void put(uint32_t& word, uint32_t low, uint32_t high, uint32_t pair, int half) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

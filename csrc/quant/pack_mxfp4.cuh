@@ -1,8 +1,9 @@
-// MXFP4 weights from a checkpoint's form (codes [experts, rows, 16 row_blocks], E8M0 scales [experts, rows, row_blocks]) to the
-// packed one of common/mxfp4.cuh, once at load, and back, or (`e4m3`) to that of common/mxfp4_e4m3.cuh. Mxfp4Peak comes before
-// Mxfp4Pack: the fields of an expert's scales depend on its largest one. src/cpu/pack_mxfp4.rs is the same on the host.
+// Packs MXFP4 weights once at load, and unpacks them. A checkpoint's form is codes [experts, rows, 16 row_blocks] and E8M0 scales
+// [experts, rows, row_blocks]. The packed form is that of common/mxfp4.cuh or, with `e4m3`, that of common/mxfp4_e4m3.cuh, which
+// is not unpacked. Mxfp4Peak comes before Mxfp4Pack: the fields of an expert's scales depend on its largest scale.
+// src/cpu/pack_mxfp4.rs is the same on the host.
 //
-// NOTE: none of these lets its successor start early: what is packed is older than any kernel that reads it.
+// NOTE: none of these kernels lets its successor start early: packed weights are older than any kernel that reads them.
 #pragma once
 #include <cstdint>
 
@@ -17,11 +18,11 @@ namespace mxfp4 {
 
 constexpr int kScaled = 32;  // columns that share a scale
 
-// One thread of the 128 that a block of 64 x 64 has, and the rows and columns that it holds.
+// One thread of the 128 that take a block of 64 x 64, and the rows and columns that it holds.
 struct Fragment {
     uint32_t expert, tile, k_block, thread;
 
-    // `cta_blocks`: 128-thread groups of a CTA.
+    // `cta_blocks` is the number of 128-thread groups in a CTA.
     __device__ __forceinline__ Fragment(const PackMxfp4Params& p, int cta_blocks) {
         const uint32_t row_tiles = (p.rows + kBlockRows - 1) / kBlockRows, parts = (k_blocks(p) + cta_blocks - 1) / cta_blocks;
         expert = blockIdx.x / parts / row_tiles;
@@ -33,9 +34,9 @@ struct Fragment {
 
     static __device__ __forceinline__ uint32_t k_blocks(const PackMxfp4Params& p) { return (p.k + kBlockK - 1) / kBlockK; }
 
-    __device__ __forceinline__ uint32_t pair() const { return thread % 4; }  // of columns, within 8
+    __device__ __forceinline__ uint32_t pair() const { return thread % 4; }  // the pair of columns within 8
 
-    // Returns the weight row of fragment row g (`half` 0) or g + 8 (1); -1: padding.
+    // Returns the weight row of fragment row g (`half` 0) or g + 8 (`half` 1), or -1 for padding.
     __device__ __forceinline__ int row(const PackMxfp4Params& p, int half) const {
         const int slice = 4 * tile + thread / 32, g = thread % 32 / 4;
         if (!p.gated) return 16 * slice + 8 * half + g < p.used_rows ? 16 * slice + 8 * half + g : -1;
@@ -45,7 +46,7 @@ struct Fragment {
         return (p.layout == W13Layout::GateUp ? half : 1 - half) * columns + column;
     }
 
-    // The row's 32 columns from 64 k_block + 32 group on, as an index of scales and of 16 bytes of codes.
+    // The index of the row's 32 columns from 64 k_block + 32 group on. It counts scales, and 16 bytes of codes.
     __device__ __forceinline__ size_t scaled(const PackMxfp4Params& p, int row, int group) const {
         return (size_t(expert) * p.rows + row) * p.row_blocks + 2 * k_block + group;
     }
@@ -71,13 +72,13 @@ private:
 
 }  // namespace mxfp4
 
-// expert_scales[e] from the largest scale of expert e that is a number. Grid: experts.
+// Computes expert_scales[e] from the largest scale of expert e that is a number. Grid: experts.
 struct Mxfp4Peak : Cta<1024> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         run(p, [&](uint32_t peak) { return p.e4m3 ? mxfp4_e4m3::scale_field(peak) : 127 + (peak > 128 ? peak - 128 : 0); });
     }
 
-    // `field`: exponent field of the factor of an expert whose largest scale byte it is given.
+    // `field` returns the exponent field of an expert's factor from the expert's largest scale byte.
     template <typename Field>
     static __device__ __forceinline__ void run(const PackMxfp4Params& p, Field field) {
         pdl::wait();
@@ -111,7 +112,7 @@ struct Mxfp4Pack : Cta<512> {
         pdl::wait();
         const mxfp4::Fragment at(p, kBlocks);
         if (at.k_block >= at.k_blocks(p)) return;
-        // Everything is on its way before anything is used. Padding is the code 0 with the field 0.
+        // All loads start before a value is used. Padding is the code 0 with the field 0.
         uint4 codes[2][2] = {};
         int scales[2][2];
 #pragma unroll
@@ -135,7 +136,7 @@ struct Mxfp4Pack : Cta<512> {
             for (int group = 0; group < 2; ++group) {
                 const int scale = scales[half][group], first = column(at, group);
                 if (scale >= 0) fields[half][group] = mxfp4::scale_field(scale, shift);
-                // The field 255 is infinity in bf16: what makes it NaN is the code 0.
+                // The field 255 is infinity in bf16; the code 0 makes the product NaN.
                 if (scale == 255) continue;
                 const uint4 c = codes[half][group];
                 words[2 * group] |= placed(p, c.x, c.y, first, at.pair(), half);
@@ -163,7 +164,7 @@ private:
                 if (scale < 0) continue;
                 bytes |= mxfp4_e4m3::scale_byte(scale, peak) << 8 * (2 * group + half);
                 const uint4 c = codes[half][group];
-                // Columns 4 pair and 16 + 4 pair on.
+                // The thread's columns start at 4 pair and 16 + 4 pair.
                 const uint32_t low = at.pair() < 2 ? c.x : c.y, high = at.pair() < 2 ? c.z : c.w;
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
@@ -177,7 +178,8 @@ private:
         if (at.pair() == 0) *at.scales(p) = bytes;
     }
 
-    // The four codes of a row that a thread has in a k16 step, whose 16 bytes of codes start at `column`.
+    // Places the four codes that a thread has of a row in a k16 step. The step's first column is `column`, and its first and
+    // second eight columns are `low` and `high`.
     static __device__ __forceinline__ uint32_t placed(const PackMxfp4Params& p, uint32_t low, uint32_t high, int column,
                                                       uint32_t pair, int half) {
         uint32_t word = 0;
@@ -190,7 +192,8 @@ private:
     }
 };
 
-// Does the inverse of Mxfp4Pack: writes codes and scales of rows below `rows` and all `row_blocks`. Grid: as Mxfp4Pack.
+// Does the inverse of Mxfp4Pack: writes codes and scales of rows below `rows` and all `row_blocks`. Its grid is that of
+// Mxfp4Pack.
 struct Mxfp4Unpack : Cta<Mxfp4Pack::kThreads> {
     static __device__ __forceinline__ void run(const PackMxfp4Params& p) {
         pdl::wait();
@@ -228,7 +231,8 @@ private:
     }
 };
 
-// E8M0 bytes of fp32 powers of two; `first_wrong` becomes the index of the first number that is none. Grid: any.
+// Converts fp32 powers of two to E8M0 bytes. `first_wrong` becomes the index of the first number that is no power of two. Grid:
+// any.
 struct Mxfp4ScaleBytes : Cta<256> {
     static __device__ __forceinline__ void run(const ScaleBytesParams& p) {
         pdl::wait();

@@ -1,5 +1,6 @@
-// MXFP8 weights from a checkpoint's form (codes [experts, rows, 32 row_blocks], E8M0 scales [experts, rows, row_blocks]) to the
-// packed one of common/mxfp8.cuh, as pack_mxfp4.cuh does it for MXFP4. src/cpu/pack_mxfp8.rs is the same on the host.
+// Packs MXFP8 weights once at load, as pack_mxfp4.cuh does for MXFP4. It reads a checkpoint's form (codes [experts, rows, 32
+// row_blocks], E8M0 scales [experts, rows, row_blocks]), and writes the packed form of common/mxfp8.cuh. src/cpu/pack_mxfp8.rs
+// does this on the host.
 #pragma once
 #include <cstdint>
 
@@ -57,12 +58,12 @@ struct Mxfp8Pack : Cta<Mxfp4Pack::kThreads> {
     }
 
 private:
-    // Two codes of register `reg`, of which the first `count` are there.
+    // Places two codes of register `reg`. The first `count` of them exist.
     static __device__ __forceinline__ uint32_t placed(uint32_t codes, int reg, int count) {
         return (count > 0 ? mxfp8::place(codes & 0xFF, reg, 0) : 0) | (count > 1 ? mxfp8::place(codes >> 8 & 0xFF, reg, 1) : 0);
     }
 
-    // Among the first `count` codes of 16.
+    // Whether the first `count` of 16 codes have a NaN.
     static __device__ __forceinline__ bool has_nan(const uint4& codes, int count) {
         const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
         bool any = false;

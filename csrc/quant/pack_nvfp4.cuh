@@ -1,7 +1,7 @@
-// NVFP4 weights from a checkpoint's form (codes [experts, rows, k / 2], e4m3 scales [experts, rows, k / 16] row by row or in
-// tiles) to the packed one of common/nvfp4_packed.cuh, once at load.
+// Packs NVFP4 weights once at load. It reads a checkpoint's form (codes [experts, rows, k / 2], e4m3 scales [experts, rows,
+// k / 16] row by row or in tiles), and writes the packed form of common/nvfp4_packed.cuh.
 //
-// NOTE: its successor does not start early: what is packed is older than any kernel that reads it.
+// NOTE: this kernel's successor does not start early: packed weights are older than any kernel that reads them.
 #pragma once
 #include <cstdint>
 
@@ -59,7 +59,7 @@ struct Nvfp4Pack : Cta<512> {
     }
 
 private:
-    // Two codes of register `reg`, with the sign of their scale.
+    // Places two codes of register `reg`, each with the sign of their scale.
     static __device__ __forceinline__ uint32_t placed(uint32_t codes, int reg, uint32_t scale) {
         const uint32_t sign = scale >> 4 & 8;
         return mxfp4::place((codes & 15) ^ sign, reg, 0) | mxfp4::place((codes >> 4 & 15) ^ sign, reg, 1);

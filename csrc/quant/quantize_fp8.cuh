@@ -1,6 +1,6 @@
-// Quantises rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns, or (groups of 128 16-bit numbers) with the
-// scale that `given` tells. Four neighbouring threads take a group of 128 16-bit numbers, every fourth vector of eight each;
-// group / 8 threads take another group, a vector each.
+// Quantises rows of bf16, f16 or fp32 to e4m3 with a scale for each group of columns. Groups of 128 16-bit numbers can also have
+// the scale that `given` tells. Four neighbouring threads take a group of 128 16-bit numbers; each takes every fourth vector of
+// eight. Other groups have group / 8 threads, each with one vector.
 #pragma once
 #include <cstdint>
 
@@ -15,7 +15,7 @@ struct QuantizeFp8Tiles;
 struct QuantizeFp8Slots;
 
 struct QuantizeFp8 : Cta<256> {
-    static constexpr int kLanes = 4, kVectors = 4;  // of a group of 128
+    static constexpr int kLanes = 4, kVectors = 4;  // threads and a thread's vectors of a group of 128
 
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
         const uint32_t thread = blockIdx.x * kThreads + threadIdx.x;
@@ -55,7 +55,7 @@ private:
         if (inside) store_group<Element>(p, words, first, group, scale);
     }
 
-    // Returns the scale of a group of which `words` is a lane's part. All lanes of the warp call it.
+    // Returns the scale of a group, from a lane's part `words`. All lanes of the warp call this.
     template <typename Element>
     static __device__ __forceinline__ fp8::Scale scale_of(const QuantizeFp8Params& p, const uint4 (&words)[kVectors]) {
         eight::Peak<Element> peak;

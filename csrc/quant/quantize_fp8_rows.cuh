@@ -1,6 +1,5 @@
-// Quantises rows of bf16 to e4m3 with one scale each, which every group of the row gets, and finds the largest magnitude of all
-// rows.
-// src/cpu/quantize_fp8.rs is the same on the host.
+// Quantises rows of bf16 to e4m3. Each row has one scale, which is stored for every group of the row. It also finds the largest
+// magnitude of all rows. src/cpu/quantize_fp8.rs is the same on the host.
 #pragma once
 #include <cstdint>
 
@@ -11,8 +10,8 @@
 
 namespace oxmoe {
 
-// `row_threads` threads take a row: they hold their first kHeld vectors each, and read what comes after twice. With `Peak` one
-// CTA takes all rows, whose scales lie one after the other; it leaves their largest magnitude in `given`.
+// `row_threads` threads take a row. Each holds its first kHeld vectors, and reads the later ones twice. With `Peak` one CTA takes
+// all rows, whose scales lie one after the other, and leaves their largest magnitude in `given`.
 struct QuantizeFp8Rows : Cta<256> {
     static constexpr int kHeld = 4;
     using Peak = eight::Peak<__nv_bfloat16>;
@@ -33,7 +32,7 @@ struct QuantizeFp8Rows : Cta<256> {
     static __device__ __forceinline__ void quantize(const QuantizeFp8Params& p) {
         __shared__ float peaks[kThreads / 32];
         int64_t rows = p.row_count ? min(p.rows, int64_t(*p.row_count)) : p.rows;
-        // Few rows with one scale for all are one row.
+        // If there is one scale for all rows, the (few) rows count as one row.
         const bool one = p.scaling == Fp8Scaling::Peak;
         const int of_one = one ? int(rows) : 1;
         if (one) rows = 1;
@@ -48,9 +47,9 @@ struct QuantizeFp8Rows : Cta<256> {
         });
     }
 
-    // Quantises one row for each `threads` threads, of which this is one; where not `inside` there is no row. All threads of the
-    // CTA call it. Threads inside end with `done` of the row's largest magnitude. `peaks` has a number for each warp, and the
-    // call just before has not used it.
+    // Quantises one row for each `threads` threads, of which this is one. If `inside` is false, there is no row. All threads of
+    // the CTA call this. Threads inside call `done` with the row's largest magnitude at the end. `peaks` has a number for each
+    // warp, and the previous call has not used it.
     template <typename F>
     static __device__ __forceinline__ void quantize(const QuantizeFp8Params& p, const uint4* x, int64_t row, bool inside,
                                                     int threads, int thread, int vectors, int groups, float* peaks, F done) {
@@ -89,7 +88,7 @@ struct QuantizeFp8Rows : Cta<256> {
 
 // Raises `given`, which an earlier kernel made 0, to the largest magnitude of all rows. Grid: any.
 struct QuantizeFp8Peak : Cta<256> {
-    static constexpr int kAhead = 4;  // loads on their way at once
+    static constexpr int kAhead = 4;  // loads in flight at once
     using Peak = eight::Peak<__nv_bfloat16>;
 
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
@@ -105,7 +104,7 @@ struct QuantizeFp8Peak : Cta<256> {
         raise(p, peak, peaks);
     }
 
-    // Takes in a thread's vectors, each `stride` after the one before.
+    // Raises `peak` to the magnitudes of a thread's vectors, which lie `stride` apart.
     template <typename Index>
     static __device__ __forceinline__ void grow(Peak& peak, const uint4* x, Index first, Index stride, Index vectors) {
         uint4 words[kAhead] = {};
@@ -117,7 +116,7 @@ struct QuantizeFp8Peak : Cta<256> {
         for (int i = 0; i < kAhead; ++i) peak.grow(words[i]);
     }
 
-    // Raises `given` to what the threads of a CTA have found. `peaks` has a number for each warp.
+    // Raises `given` to the largest magnitude that the threads of a CTA have found. `peaks` has a number for each warp.
     static __device__ __forceinline__ void raise(const QuantizeFp8Params& p, const Peak& peak, float* peaks) {
         float amax = peak.value();
 #pragma unroll
@@ -126,12 +125,12 @@ struct QuantizeFp8Peak : Cta<256> {
         __syncthreads();
         if (threadIdx.x > 0) return;
         for (int warp = 0; warp < kThreads / 32; ++warp) amax = fmaxf(amax, peaks[warp]);
-        // Bits of numbers that are not negative are in the order of their values.
+        // The bits of non-negative numbers are in the order of their values.
         if (amax > 0.f) atomicMax(reinterpret_cast<unsigned*>(p.given), __float_as_uint(amax));
     }
 };
 
-// Does what QuantizeFp8Rows does for the rows of a schedule alone, wherever they lie. Grid: any.
+// Does what QuantizeFp8Rows does, but only for the rows of a schedule, wherever they lie. Grid: any.
 struct QuantizeFp8TileRows : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeFp8Params& p) {
         __shared__ float peaks[2][kThreads / 32];

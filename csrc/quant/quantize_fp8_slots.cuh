@@ -1,7 +1,7 @@
-// Quantises rows that go to several places each as QuantizeFp8 does (Hopper): bf16, groups of 128 columns.
+// Quantises rows as QuantizeFp8 does, and writes each to several places (Hopper): bf16, groups of 128 columns.
 //
-// A CTA quantises 64 groups into shared memory, and the copy engine writes what they have of a row to each of its places: 107 us
-// for 235 MB (DeepSeek-V3, 32 experts, 4096 tokens), 117 by stores of 8 bytes a lane.
+// A CTA quantises 64 groups into shared memory. The copy engine writes the CTA's part of a row to each of the row's places. This
+// takes 107 us for 235 MB (DeepSeek-V3, 32 experts, 4096 tokens); stores of 8 bytes by each lane take 117 us.
 #pragma once
 #include "quantize_fp8.cuh"
 
@@ -48,7 +48,7 @@ private:
         }
     }
 
-    // A thread stores to one of a row's places what the CTA has of the row.
+    // Each thread stores the CTA's part of a row to one of the row's places.
     static __device__ __forceinline__ void store_codes(const QuantizeFp8Params& p,
                                                        const uint2 (&codes)[kGroups][kLanes * kVectors], uint32_t first,
                                                        uint32_t end, uint32_t row_groups) {

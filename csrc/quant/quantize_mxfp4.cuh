@@ -1,7 +1,7 @@
-// Converts bf16, f16 and fp32 to MXFP4 and back, bit for bit as src/quant/mxfp4.rs does it on the host and says why. Four threads
-// take a block of 32 elements, eight each, so that a warp reads and writes long pieces.
+// Converts bf16, f16 and fp32 to MXFP4 and back, bit for bit as src/quant/mxfp4.rs does on the host; that file gives the reasons.
+// Four threads take a block of 32 elements, eight each, so that a warp reads and writes long pieces.
 //
-// NOTE: products and sums are intrinsics so that none are fused. Subnormal numbers are numbers here.
+// NOTE: products and sums are intrinsics, so that the compiler fuses none. Subnormal numbers are not flushed to zero.
 #pragma once
 #include <cstdint>
 #include <cuda_bf16.h>
@@ -18,7 +18,7 @@ namespace mxfp4 {
 constexpr uint32_t kInfinity = 0x7F800000, kMagnitude = 0x7FFFFFFF;
 constexpr int kLanes = 4;  // threads of a block
 
-// Eight numbers: 16-byte vectors in memory, fp32 here. `kLargest`, a NaN: bits.
+// Eight fp32 numbers: take() reads them from 16-byte vectors, round() writes them. `kLargest` has the bits of the largest number.
 struct Fp32 {
     static constexpr int kVectors = 2;
     static constexpr uint32_t kLargest = 0x7F7FFFFF;
@@ -37,7 +37,7 @@ struct Fp32 {
     }
 };
 
-// Of two 16-bit numbers a word, the first in the lower half.
+// Eight numbers as words of two 16-bit numbers, the first in the lower half.
 template <typename Pair>
 struct Pairs : Pair {
     static constexpr int kVectors = 1;
@@ -93,9 +93,9 @@ __device__ __forceinline__ uint32_t scale_byte(uint32_t amax, bool up) {
     return up ? (__float_as_uint(__fdiv_rn(value, 6.0f)) + 0x007FFFFF) >> 23 : __float_as_uint(__fmul_rn(value, 0.25f)) >> 23;
 }
 
-// Eight numbers to a word of codes, the first in the lowest bits; `scale` is below 254.
+// Encodes eight numbers to a word of codes, the first in the lowest bits; `scale` is below 254.
 __device__ __forceinline__ uint32_t encode(const float (&x)[8], uint32_t scale) {
-    // 2^(127 - scale); 0 for the byte 0: there amax / 6 has underflowed.
+    // The factor is 2^(127 - scale). For the byte 0 it is 0, because amax / 6 has underflowed.
     const float inverse = __uint_as_float(scale == 0 ? 0 : (254 - scale) << 23);
     uint32_t word = 0;
 #pragma unroll
@@ -106,7 +106,7 @@ __device__ __forceinline__ uint32_t encode(const float (&x)[8], uint32_t scale) 
     return word;
 }
 
-// The same of a block with NaN or infinity.
+// Encodes eight numbers of a block with NaN or infinity.
 __device__ __noinline__ uint32_t encode_non_finite(float a, float b, float c, float d, float e, float f, float g, float h) {
     const float x[8] = {a, b, c, d, e, f, g, h};
     uint32_t word = 0;
@@ -118,7 +118,7 @@ __device__ __noinline__ uint32_t encode_non_finite(float a, float b, float c, fl
     return word;
 }
 
-// A word of codes times the scale, limited to `largest`. The code's bits in place are its value times 2^-126.
+// Decodes a word of codes: times the scale, limited to `largest`. A code's bits in place are its value times 2^-126.
 __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, float largest, float (&x)[8]) {
     const float factor = __uint_as_float(scale == 0 ? 1 << 22 : scale == 255 ? 0 : scale << 23);
 #pragma unroll
@@ -131,7 +131,7 @@ __device__ __forceinline__ void decode(uint32_t word, uint32_t scale, float larg
 
 }  // namespace mxfp4
 
-// What both directions share. Grid: a CTA takes kUnits x kThreads times eight numbers.
+// The part that both directions share. Grid: a CTA takes kUnits x kThreads times eight numbers.
 template <typename Kernel>
 struct Mxfp4Conversion : Cta<256> {
     static constexpr int kUnits = 2;

@@ -1,5 +1,5 @@
-// Converts rows of bf16, f16 or fp32 to MXFP8 and back, bit for bit as src/quant/mxfp8.rs does it on the host and says why. Four
-// neighbouring threads take a group of 32 columns, eight each.
+// Converts rows of bf16, f16 or fp32 to MXFP8 and back, bit for bit as src/quant/mxfp8.rs does on the host; that file gives the
+// reasons. Four neighbouring threads take a group of 32 columns, eight each.
 #pragma once
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 namespace oxmoe {
 namespace mxfp8 {
 
-constexpr int kGroup = 32, kLanes = 4;  // columns with one scale, threads that share them
+constexpr int kGroup = 32, kLanes = 4;  // columns with one scale, and threads that share a group
 
 // The E8M0 byte of a group whose largest magnitude is `amax`.
 __device__ __forceinline__ uint32_t scale_of(float amax) {
@@ -30,11 +30,11 @@ __device__ __forceinline__ float value_of(uint32_t scale) {
     return __uint_as_float(scale == 0 ? 1u << 22 : scale == 255 ? 0x7FC00000u : scale << 23);
 }
 
-// Where eight numbers lie: of a row of scales with its padding.
+// The position of eight numbers: their row, group and lane in the rows of scales, padding included.
 struct Place {
     uint32_t row;
     int group, lane;
-    bool real, stored;  // is a number; has a code
+    bool real, stored;  // the input has the numbers; their codes are stored
 
     __device__ __forceinline__ Place(const QuantizeMxfp8Params& p, uint32_t unit) {
         const uint32_t units = scale_groups(p) * kLanes;
@@ -56,7 +56,7 @@ struct Place {
     __device__ __forceinline__ uint8_t& scale(const QuantizeMxfp8Params& p) const {
         return p.scales[block_scale_offset(p.tile_rows, row, group, p.padded_columns / kGroup)];
     }
-    // Returns the index of eight numbers, in rows of `columns`.
+    // Returns the index of eight numbers in rows of `columns`.
     __device__ __forceinline__ int64_t eight(int columns) const { return int64_t(row) * (columns / 8) + group * kLanes + lane; }
 };
 
@@ -80,7 +80,7 @@ __device__ __forceinline__ void give(uint8_t* numbers, int64_t eight, const floa
     uint32_t pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        // NOTE: the conversion has a NaN of its own.
+        // NOTE: the conversion makes a NaN with other bits.
         const uint32_t low = isnan(x[2 * i]) ? 0xFFFF : 0, high = isnan(x[2 * i + 1]) ? 0xFFFF0000 : 0, nan = low | high;
         pairs[i] = (pack<Element>(x[2 * i], x[2 * i + 1]) & ~nan) | (kNan<Element> & nan);
     }
@@ -94,12 +94,12 @@ __device__ __forceinline__ void give<float>(uint8_t* numbers, int64_t eight, con
 
 }  // namespace mxfp8
 
-// Grid: a thread for eight numbers of the rows and groups that have scales, padding included.
+// Grid: a thread for each eight numbers of the rows and groups that have scales, padding included.
 struct QuantizeMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeMxfp8Params& p) {
         walk::begin();
         const uint32_t unit = blockIdx.x * kThreads + threadIdx.x;
-        // NOTE: groups are aligned parts of a warp; all of its lanes shuffle.
+        // NOTE: groups are aligned parts of a warp, and all lanes of the warp shuffle.
         const bool inside = unit < mxfp8::Place::units(p);
         const mxfp8::Place place(p, unit);
         float x[8] = {};
@@ -112,7 +112,7 @@ struct QuantizeMxfp8 : Cta<256> {
             else
                 mxfp8::take<__half>(p.numbers, eight, x);
         }
-        // NaN unless there is a number.
+        // The result is NaN only if all numbers are.
         float amax = fabsf(x[0]);
 #pragma unroll
         for (int i = 1; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
@@ -135,7 +135,7 @@ struct QuantizeMxfp8 : Cta<256> {
     }
 };
 
-// Grid: a thread for eight numbers.
+// Grid: a thread for each eight numbers.
 struct DequantizeMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeMxfp8Params& p) {
         walk::begin();

@@ -1,5 +1,5 @@
-// Numbers to e2m1 with a scale for each block of 16 or 32 columns: NVFP4, or MXFP4. src/cpu/quantize_nvfp4.rs is the same on the
-// host.
+// Quantises numbers to e2m1 with a scale for each block of 16 or 32 columns: NVFP4 or MXFP4. src/cpu/quantize_nvfp4.rs is the
+// same on the host.
 #pragma once
 #include <cstdint>
 #include <cuda_fp16.h>
@@ -10,13 +10,13 @@
 
 namespace oxmoe {
 
-// A block a thread; those of padding write its scales. Needs x aligned to 16 bytes, and codes to half a block. There are fewer
-// than 2^32 threads.
+// Each thread takes a block; threads of padding blocks only write scales. Needs x aligned to 16 bytes, and codes to half a block.
+// There are fewer than 2^32 threads.
 template <int Block>
 struct QuantizeNvfp4 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeNvfp4Params& p) {
         walk::begin();
-        // Tiles are 128 or 8 rows by 4 blocks. All indices of blocks have room in 32 bits.
+        // Tiles are 128 or 8 rows by 4 blocks. All indices of blocks fit into 32 bits.
         const uint32_t tile = p.tile_rows ? p.tile_rows : 1, across = p.tile_rows ? 4 : 1;
         const uint32_t blocks = uint32_t(p.columns) / Block, padded_blocks = (blocks + across - 1) & ~(across - 1);
         const uint32_t padded_rows = (p.rows + tile - 1) & ~(tile - 1);
@@ -36,7 +36,7 @@ struct QuantizeNvfp4 : Cta<256> {
             else
                 byte = quantize<Dtype::F32>(p, at, scale);
         }
-        // As block_scale_offset() among the batch's scales.
+        // This is block_scale_offset() among the batch's scales.
         uint32_t offset = number * padded_blocks + block;
         if (p.tile_rows) {
             const uint32_t in_tile = row & (tile - 1);
@@ -47,7 +47,7 @@ struct QuantizeNvfp4 : Cta<256> {
     }
 
 private:
-    // A block as it lies in memory.
+    // A block's numbers as they lie in memory.
     template <Dtype Type>
     struct Numbers {
         static constexpr int kOfWord = Type == Dtype::F32 ? 1 : 2;
@@ -60,7 +60,7 @@ private:
             return __half2float(__ushort_as_half(uint16_t(i % 2 ? word >> 16 : word)));
         }
 
-        // The largest magnitude; false: there is a NaN.
+        // Gives the largest magnitude; returns false if there is a NaN.
         __device__ __forceinline__ bool peak(float& result) const {
             constexpr uint32_t kMagnitude = Type == Dtype::F32 ? 0x7FFFFFFFu : 0x7FFF7FFFu;
             uint32_t most = 0;
@@ -85,7 +85,8 @@ private:
             return result;
         }
 
-        // The signs of products with any factor: turned by a negative one, none where it makes NaN.
+        // Gives numbers the signs of their products with any factor. A negative factor turns the sign, and a NaN product has
+        // none.
         __device__ __forceinline__ void correct_signs(float factor) {
 #pragma unroll
             for (int i = 0; i < Block; ++i) {
@@ -96,7 +97,7 @@ private:
             }
         }
 
-        // The highest bytes of four numbers, where their signs are.
+        // The highest bytes of four numbers, which have their signs.
         __device__ __forceinline__ uint32_t signs(int first) const {
             const uint32_t* from = words + first / kOfWord;
             if (Type != Dtype::F32) return __byte_perm(from[0], from[1], 0x7531);
@@ -104,8 +105,8 @@ private:
         }
     };
 
-    // The three lower bits are those of e2m1_magnitude(); NaN gives 7. The rounded number of steps comes six too high, and with
-    // many's exponent, which is 149 for steps of 0.5, twice.
+    // The three lower bits of the result are those of e2m1_magnitude(); NaN gives 7. The rounded number of steps comes six too
+    // high. It also comes with the exponent of `many`, which is 149 for steps of 0.5, twice.
     static __device__ __forceinline__ uint32_t code(float x, float factor) {
         const float y = fminf(fabsf(__fmul_rn(x, factor)), 6.f);
         const uint32_t bits = __float_as_uint(y), one = 0x3F800000u;
@@ -113,7 +114,7 @@ private:
         return __float_as_uint(__fadd_rn(y, __uint_as_float(many))) + (many >> 22);
     }
 
-    // Four codes, in the lower halves of bytes, to those of two bytes: the first and the third.
+    // Packs four codes, in the lower halves of bytes, into two bytes: the first and the third.
     template <Dtype Type>
     static __device__ __forceinline__ uint32_t four(const Numbers<Type>& x, int first, float factor) {
         const uint32_t low = __byte_perm(code(x[first], factor), code(x[first + 1], factor), 0x0040);
@@ -123,7 +124,7 @@ private:
         return (codes & 0x0F0F0F0Fu) | (codes >> 4 & 0xF0F0F0F0u);
     }
 
-    // The block's codes to memory; its scale's byte.
+    // Stores the block's codes, and returns the byte of its scale.
     template <Dtype Type>
     static __device__ __forceinline__ uint32_t quantize(const QuantizeNvfp4Params& p, uint32_t at, float scale) {
         Numbers<Type> x;
@@ -146,12 +147,12 @@ private:
             narrow = __uint_as_float(power < most ? power : most);
             byte = __float_as_uint(narrow) >> 23;
         } else {
-            // As nvfp4_scale().
+            // This is nvfp4_scale().
             byte = e4m3_pair(__fmul_rn(scale, __fmul_rn(peak, 1.f / 6.f)), 0.f) & 0xFF;
             narrow = e4m3_value(byte);
         }
         const float factor = block_factor(scale, narrow);
-        // A product that is NaN has no sign: of NaN, of an infinity and a factor of 0, or of a factor that is none.
+        // A NaN product has no sign. It comes from a NaN, from an infinity and a factor of 0, or from a factor that is NaN.
         const bool wild = __float_as_uint(peak) >= 0x7F800000u || __float_as_uint(factor) >= 0x7F800000u;
         if (!whole || wild) x.correct_signs(factor);
         uint32_t codes[Block / 8];

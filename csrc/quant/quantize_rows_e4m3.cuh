@@ -1,9 +1,9 @@
 // Quantises rows of bf16 to e4m3 with one scale each, which moe/grouped_gemm_mxfp4_e4m3_sm90.cuh reads. src/cpu/e4m3.rs does the
 // same on the host.
 //
-//   scale = amax / 448, or 1 where that is less than 2^-126; q = x * (1 / scale), rounded to nearest even, at most 448
+// scale = amax / 448, or 1 if that is less than 2^-126; q = x * (1 / scale), rounded to nearest even, at most 448
 //
-// A NaN in a row makes its scale and all its numbers NaN, an infinity the scale infinite and itself NaN.
+// A NaN in a row makes its scale and all its numbers NaN. An infinity makes the scale infinite, and itself becomes NaN.
 #pragma once
 #include <cstdint>
 
@@ -15,8 +15,8 @@
 
 namespace oxmoe {
 
-// A CTA takes row after row; a thread holds its first kHeld vectors of 8 numbers, what comes after is read twice. Needs columns
-// and out_columns that are multiples of 8, x aligned to 16 bytes and out to 8. Grid: any.
+// A CTA takes row after row. Each thread holds its first kHeld vectors of 8 numbers, and reads the later ones twice. Needs
+// columns and out_columns that are multiples of 8, x aligned to 16 bytes and out to 8. Grid: any.
 struct QuantizeRowsE4m3 : Cta<128> {
     static constexpr int kHeld = 4;
 
@@ -35,7 +35,7 @@ struct QuantizeRowsE4m3 : Cta<128> {
         });
     }
 
-    // All threads quantise one row. `peaks` has a number for each warp, and the call just before has not used it.
+    // Quantises one row with all threads. `peaks` has a number for each warp, and the previous call has not used it.
     static __device__ __forceinline__ void quantize(const QuantizeRowsParams& p, int row, int vectors, int out_vectors,
                                                     uint32_t* peaks) {
         const uint4* x = reinterpret_cast<const uint4*>(p.x) + size_t(row) * vectors;
@@ -89,7 +89,7 @@ private:
     }
 };
 
-// Quantises the rows of a schedule alone, wherever they lie: rows of x, codes and scales have the same numbers. Grid: any.
+// Quantises only the rows of a schedule, wherever they lie. Rows of x, codes and scales have the same numbers. Grid: any.
 struct QuantizeTilesE4m3 : Cta<128> {
     static __device__ __forceinline__ void run(const TileRowsParams& p) {
         __shared__ uint32_t peaks[2][kThreads / 32];

@@ -1,4 +1,4 @@
-// Rows of bf16 to the bf16 numbers that MXFP8 has for them, what moe/grouped_gemm_mxfp8_sm90.cuh and
+// Rounds rows of bf16 to the bf16 numbers that MXFP8 has for them, which moe/grouped_gemm_mxfp8_sm90.cuh and
 // grouped_gemm_mxfp8_portable.cuh read. src/cpu/mxfp8.rs is the same on the host.
 #pragma once
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace oxmoe {
 
-// A quad takes a group of 32 columns. Needs columns that are a multiple of 32, x and out aligned to 16 bytes; no schedule. Grid:
-// any.
+// A quad takes a group of 32 columns. Needs columns that are a multiple of 32, x and out aligned to 16 bytes, and no schedule.
+// Grid: any.
 struct RoundRowsMxfp8 : Cta<256> {
     static __device__ __forceinline__ void run(const QuantizeRowsParams& p) {
         pdl::run(p.x_is_older, [&] {

@@ -1,5 +1,5 @@
-// Rows of bf16 to the bf16 numbers that NVFP4 has for them, or from NVFP4's codes to those: what moe/grouped_gemm_nvfp4_sm90.cuh
-// reads where activations are NVFP4. src/cpu/round_nvfp4.rs is the same on the host.
+// Rounds rows of bf16 to the bf16 numbers that NVFP4 has for them, or converts NVFP4 codes to these numbers.
+// moe/grouped_gemm_nvfp4_sm90.cuh reads them if activations are NVFP4. src/cpu/round_nvfp4.rs is the same on the host.
 #pragma once
 #include <cstdint>
 
@@ -10,15 +10,16 @@
 
 namespace oxmoe {
 
-// A thread takes 8 columns, two neighbours a block. Rows of a schedule, each slot's with its expert's number, or without one all
-// rows with the first number. Needs columns that are a multiple of 16, x and out aligned to 16 bytes (codes to 4). Grid: any.
+// A thread takes 8 columns, and two neighbouring threads take a block. With a schedule the kernel takes its rows, and each slot
+// has the global scale of its expert. Without one it takes all rows, with the first global scale. Needs columns that are a
+// multiple of 16, x and out aligned to 16 bytes (codes to 4). Grid: any.
 struct RoundRowsNvfp4 : Cta<256> {
     static __device__ __forceinline__ void run(const RoundNvfp4Params& p) {
         pdl::run(p.x_is_older, [&] { round(p); });
     }
 
 private:
-    // All threads of a CTA go on together: lanes exchange their largest.
+    // All threads of a CTA go on together, because lanes exchange their largest magnitudes.
     static __device__ __forceinline__ void round(const RoundNvfp4Params& p) {
         const uint32_t row_vectors = p.columns / 8;
         if (!p.tiles) {
@@ -43,7 +44,7 @@ private:
         }
     }
 
-    // Vector `from` of x to vector `to` of out.
+    // Converts vector `from` of x to vector `to` of out.
     static __device__ __forceinline__ void convert(const RoundNvfp4Params& p, size_t from, size_t to, int expert, bool inside) {
         uint4* const written = reinterpret_cast<uint4*>(p.out) + to;
         if (!p.scales) {
@@ -58,7 +59,7 @@ private:
         uint32_t out[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            // Exact in bf16: the lower halves are 0.
+            // The products are exact in bf16: the lower halves are 0.
             const uint32_t low = __float_as_uint(value(codes >> 8 * i) * scale),
                            high = __float_as_uint(value(codes >> (8 * i + 4)) * scale);
             out[i] = low >> 16 | (high & 0xFFFF0000u);
@@ -66,7 +67,8 @@ private:
         *written = make_uint4(out[0], out[1], out[2], out[3]);
     }
 
-    // Of the e2m1 code in the lowest bits: as exponent and mantissa of fp32, which has subnormal numbers where e2m1 has.
+    // The value of the e2m1 code in the lowest bits. Its bits become exponent and mantissa of fp32, which has a subnormal number
+    // for each of e2m1's.
     static __device__ __forceinline__ float value(uint32_t code) {
         return __uint_as_float((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;
     }

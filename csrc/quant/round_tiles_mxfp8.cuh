@@ -1,4 +1,4 @@
-// Rounds the rows of a schedule alone, wherever they lie, as RoundRowsMxfp8 does.
+// Rounds rows as RoundRowsMxfp8 does, but only the rows of a schedule, wherever they lie.
 #pragma once
 #include <cstdint>
 
@@ -8,8 +8,8 @@
 
 namespace oxmoe {
 
-// A CTA takes kVectors vectors of 8 numbers a thread of a tile at a time; a quad has a group of 32 columns. Needs columns that
-// are a multiple of 32, x and out aligned to 16 bytes; out may be x. Grid: any.
+// A CTA takes a part of a tile at a time, kVectors vectors of 8 numbers for each thread. A quad has a group of 32 columns. Needs
+// columns that are a multiple of 32, x and out aligned to 16 bytes; out may be x. Grid: any.
 struct RoundTilesMxfp8 : Cta<256> {
     static constexpr int kVectors = 2;
 

@@ -1,4 +1,4 @@
-// How the CTAs of a grid go over rows.
+// The walk of a grid's CTAs over rows.
 #pragma once
 #include <cstdint>
 
@@ -7,7 +7,7 @@
 
 namespace oxmoe {
 
-// The base of kernels whose CTAs have so many threads and no dynamic shared memory.
+// The base of kernels whose CTAs have `Threads` threads and no dynamic shared memory.
 template <int Threads>
 struct Cta {
     static constexpr int kThreads = Threads, kSharedBytes = 0;
@@ -15,7 +15,7 @@ struct Cta {
 
 namespace walk {
 
-// A kernel that reads what older ones write begins with it.
+// A kernel that reads what older kernels write begins with this call.
 // NOTE: the order counts. Once every CTA is here nothing older is running, which the kernel after this one may rely on.
 __device__ __forceinline__ void begin() {
     pdl::wait();
@@ -24,8 +24,8 @@ __device__ __forceinline__ void begin() {
 
 // The pieces of a schedule's tiles that a CTA takes, wherever their rows lie: `for (const auto [tile, first] : Pieces(...))`.
 // Tiles have up to `tile_units` units, and `first` is the first of up to `piece` of them. A tile of fewer rows has pieces without
-// any, which the body leaves out. Grid: any. NOTE: all threads of a CTA go from piece to piece together, so that they may
-// exchange values. The parameter `tiles` is read where a piece is: machine code depends on it.
+// units, which the body skips. Grid: any. NOTE: all threads of a CTA go from piece to piece together, so that they may exchange
+// values. The parameter `tiles` is read at each piece: machine code depends on it.
 struct Pieces {
     struct Piece {
         Tile tile;

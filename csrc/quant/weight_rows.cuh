@@ -1,4 +1,4 @@
-// Which row of a checkpoint's matrix a row of the packed form is.
+// The row of a checkpoint's matrix for a row of the packed form.
 #pragma once
 #include <cstdint>
 
@@ -6,7 +6,8 @@
 
 namespace oxmoe {
 
-// The weight row of fragment row g (`half` 0) or g + 8 (1) of a slice of 16; -1: padding. `p` has rows, gated and layout.
+// Returns the weight row of fragment row g (`half` 0) or g + 8 (`half` 1) of a slice of 16, or -1 for padding. `p` has rows,
+// gated and layout.
 template <typename Params>
 __device__ __forceinline__ int weight_row_of_slice(const Params& p, int slice, int g, int half) {
     if (!p.gated) return 16 * slice + 8 * half + g < p.rows ? 16 * slice + 8 * half + g : -1;

@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First: it may replace functions of the extension.
+# This import comes first, because it may replace functions of the extension.
 from oxmoe import profiling as profiling
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights, __version__, device_info, explain, stats, workspace_bytes
@@ -23,6 +23,7 @@ from oxmoe.allreduce.trtllm import (
     trtllm_moe_finalize_allreduce_fusion,
 )
 from oxmoe.dense import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
+from oxmoe.deprecation import lookup as _lookup
 from oxmoe.functions import moe, sort_by_expert, topk
 from oxmoe.peers.flashinfer_cutedsl import CuteDslMoEWrapper
 from oxmoe.peers.flashinfer_cutlass import (
@@ -65,7 +66,7 @@ from oxmoe.rows import masked_workspace_bytes, moe_contiguous, moe_masked
 from oxmoe.tracing import HAS_TORCH
 
 if HAS_TORCH:
-    # It defines the operators of the calls above.
+    # This module defines the operators of the calls above.
     importlib.import_module("oxmoe.peers.operators")
 if TYPE_CHECKING:
     from oxmoe import int4 as int4
@@ -74,9 +75,9 @@ if TYPE_CHECKING:
     from oxmoe import sglang as sglang
     from oxmoe import testing as testing
 
-# Modules that are there after `import oxmoe` and are loaded when they are first used: they import torch.
+# Modules that users have after `import oxmoe`. They import torch, so each is loaded when it is first used.
 _LATER = ("int4", "nvfp4", "reference", "sglang", "testing")
-# Modules whose `cache` users empty, under the names that docstrings had for them.
+# Modules whose `cache` users empty: the old name, which docstrings had, -> the module of `oxmoe.peers`.
 _MOVED = {
     "cutlass_moe": "flashinfer_cutlass",
     "triton_kernels_moe": "triton_kernels",
@@ -84,13 +85,13 @@ _MOVED = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def _later(name: str) -> Any:
     if name in _LATER:
         return importlib.import_module(f"oxmoe.{name}")
-    if name in _MOVED:
-        return importlib.import_module(f"oxmoe.peers.{_MOVED[name]}")
-    raise AttributeError(f"module 'oxmoe' has no attribute {name!r}")
+    return importlib.import_module(f"oxmoe.peers.{_MOVED[name]}") if name in _MOVED else None
 
+
+__getattr__ = _lookup(__name__, _later)
 
 __all__ = [
     "AllReduceFusionPattern",

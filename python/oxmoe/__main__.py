@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="python -m oxmoe")
     parser.add_argument("--version", action="version", version=f"oxmoe {oxmoe.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    # A command's module is loaded for its own arguments only: doctor must run where bench's torch is missing.
+    # A command's module is loaded for its own arguments only: doctor must run even if bench's torch is missing.
     for name, (module, summary) in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in argv[:1]:

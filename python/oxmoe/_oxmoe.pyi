@@ -4,9 +4,10 @@ Letters in shapes: T is the number of tokens, k of experts a token (top_k), E of
 experts held here. H is the hidden size and I the intermediate size.
 
 Every function raises these errors. A ValueError says that an operand breaks its contract, and names operand,
-dimension, expected and got. A NotImplementedError says that no kernel serves a combination, and lists what is
-served. A RuntimeError says that the driver is missing, that this wheel has no kernels for the GPU, or that CUDA
-failed. If an error is raised, nothing has been written.
+dimension, expected and got. A TypeError says that an argument is missing, unknown, or of a type that it cannot have.
+A NotImplementedError says that no kernel serves a combination, and lists what is served. A RuntimeError says that the
+driver is missing, that this wheel has no kernels for the GPU, or that CUDA failed. If an error is raised, nothing has
+been written.
 """
 
 from typing import Any, Literal, final
@@ -31,12 +32,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
     ) -> ExpertWeights:
         """Makes bf16 experts. GPT-OSS needs layout="interleaved", alpha=1.702, beta=1.0, limit=7.0.
 
@@ -54,6 +57,13 @@ class ExpertWeights:
         alpha, beta, limit: only for gated silu, which is g sigmoid(alpha g) (u + beta) with g <= limit and |u| <=
             limit.
         clamp: with "after" the limit bounds g sigmoid(alpha g) instead of g.
+        situ_beta, situ_linear_beta: only for gated situ (SiTU, Kimi-K3), which is
+            b tanh(g / b) sigmoid(g) * lb tanh(u / lb). b is situ_beta, by default 4.0, and lb is situ_linear_beta.
+            Without a situ_linear_beta u itself is the second factor. The sigmoid is that of g, not of the bounded g.
+            This is SGLang's SituAndMul and the SituAdaptor of flashinfer's CUTLASS kernels, whose numbers have the
+            same names. All of it is fp32. Kimi-K3 has 4.0 and 25.0 (activation_situ_beta and
+            activation_situ_linear_beta of its configuration). Both may be fp32 tensors [El] as alpha may. Numbers are
+            from 2^-60 to 2^60.
         """
 
     @staticmethod
@@ -74,12 +84,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
         dtype: Literal["bf16", "f16", "f32"] = "bf16",
         hidden_size: int | None = None,
         in_place: bool = False,
@@ -123,7 +135,7 @@ class ExpertWeights:
         w2_scale: E8M0 [El, H, I / 32].
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         dtype: the dtype of x, of the output and of the products.
         hidden_size: the columns of x and of the output, at most H. Give it if w13 and w2 are padded.
         in_place: on CUDA the weights are packed into the memory of the four tensors.
@@ -140,12 +152,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
     ) -> ExpertWeights:
         """Makes fp8 experts with block scales, as DeepSeek's and Qwen's checkpoints have them. A weight is its code
         times the scale of its 128 x 128 block. H and I are multiples of 128. Other sizes and layout="interleaved" are a
@@ -161,7 +175,7 @@ class ExpertWeights:
         w2_scale: fp32 [El, H / 128, I / 128].
         b13: [El, 2I] bf16 or fp32.
         b2: [El, H] bf16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         """
 
     @staticmethod
@@ -177,12 +191,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
     ) -> ExpertWeights:
         """Makes fp8 experts with one scale for an expert's matrix, or one for each row of the matrix. A weight is its
         code times its scale. The first form is that of SGLang's Fp8MoEMethod, the second that of the "channel" strategy
@@ -199,10 +215,11 @@ class ExpertWeights:
         scale of a row of weights multiplies the final sum. SGLang's Triton kernel multiplies the whole sum by every
         scale; results differ by what fp32 rounds.
 
-        If there is one scale for a matrix, w13_scale and w2_scale of the result are tables as fp8_block takes them,
-        made from the given scales; a later change of the given scales has no effect. Scales of rows are the given
-        tensors. If I is no multiple of 128, a Hopper GPU reads copies of w13's scales of rows and of b13 that have
-        zeros behind each half. w13_scale and b13 of the result are then these copies.
+        Scales may also be tables of block scales, as fp8_block takes them. If there is one scale for a matrix,
+        w13_scale and w2_scale of the result are tables, made from the given scales; a later change of the given scales
+        has no effect. Scales of rows are the given tensors. If I is no multiple of 128, a Hopper GPU reads copies of
+        w13's scales of rows and of b13 that have zeros behind each half. w13_scale and b13 of the result are then these
+        copies.
 
         w13: float8_e4m3fn [El, 2I, H], or [El, I, H] when not gated.
         w2: float8_e4m3fn [El, H, I].
@@ -214,7 +231,7 @@ class ExpertWeights:
             makes one for all rows of a call.
         b13: [El, 2I] bf16 or fp32.
         b2: [El, H] bf16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         """
 
     @staticmethod
@@ -227,12 +244,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
         hidden_size: int | None = None,
         in_place: bool = False,
     ) -> ExpertWeights:
@@ -256,7 +275,7 @@ class ExpertWeights:
         w2_scale: E8M0 [El, H, I / 32].
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         hidden_size: the columns of x and of the output, a multiple of 32. Give it if w13 and w2 are padded.
         in_place: on CUDA the weights are packed into the memory of the four tensors.
         """
@@ -276,12 +295,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate", "interleaved", "gate_up_64", "up_gate_64"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
         dtype: Literal["bf16", "f16", "f32"] = "bf16",
     ) -> ExpertWeights:
         """Makes NVFP4 experts from tensors on a CPU or on CUDA. On CUDA dtype is "bf16", and the weights are packed at
@@ -311,7 +332,7 @@ class ExpertWeights:
         a2_global_scale: the same for GEMM1's output. Give both, or neither.
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         dtype: the dtype of x, of the output and of the products.
         """
 
@@ -327,12 +348,14 @@ class ExpertWeights:
         b13: Tensor | None = None,
         b2: Tensor | None = None,
         layout: Literal["gate_up", "up_gate", "interleaved"] = "gate_up",
-        activation: Literal["silu", "gelu", "gelu_tanh", "relu2"] = "silu",
+        activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"] = "silu",
         gated: bool | None = None,
         alpha: float | Tensor = 1.0,
         beta: float | Tensor = 0.0,
         limit: float | Tensor | None = None,
         clamp: Literal["before", "after"] = "before",
+        situ_beta: float | Tensor | None = None,
+        situ_linear_beta: float | Tensor | None = None,
         dtype: Literal["bf16", "f16", "f32"] = "bf16",
     ) -> ExpertWeights:
         """Makes int4 experts (W4A16) from tensors on a CPU or on CUDA. On CUDA dtype is "bf16", and the weights are
@@ -356,7 +379,7 @@ class ExpertWeights:
         w2_zeros: uint8 [El, H, groups of I]. Give both, or neither.
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
-        layout, activation, gated, alpha, beta, limit, clamp: as for bf16.
+        layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
         dtype: the dtype of x, of the output and of the products.
         """
 
@@ -426,6 +449,14 @@ class ExpertWeights:
     @property
     def limit(self) -> float | Tensor | None:
         """The given limit."""
+
+    @property
+    def situ_beta(self) -> float | Tensor | None:
+        """The given situ_beta, or its default. None for other activations than situ."""
+
+    @property
+    def situ_linear_beta(self) -> float | Tensor | None:
+        """The given situ_linear_beta."""
 
     @property
     def clamp(self) -> str:
@@ -550,7 +581,7 @@ def moe_masked(
     `oxmoe.moe_masked` calls this function.
 
     x: [El, m, hidden_size] in weights.dtype, or codes with x_scale.
-    masked_m: int32 [El], the number of rows of each expert.
+    masked_m: int32 [El], the number of rows of each expert. Numbers below 0 count as 0, and those above m as m.
     x_scale: fp32 [El, m, hidden_size / 128], or for W4A4 nvfp4 experts e4m3 [El, m, hidden_size / 16].
     expected_m: the expected rows per expert, for which tiles are chosen. The default is m / 32.
     out: [El, m, hidden_size]. It may be x itself.
@@ -573,7 +604,7 @@ def moe_contiguous(
     `oxmoe.moe_contiguous` calls this function.
 
     x: [M, hidden_size] in weights.dtype, or codes with x_scale.
-    counts: int32 [El], the number of rows of each expert.
+    counts: int32 [El], the number of rows of each expert. Numbers below 0 count as 0. Rows beyond M do not count.
     alignment: each expert's first row is a multiple of it.
     x_scale: fp32 [M, hidden_size / 128], or for W4A4 nvfp4 experts e4m3 [M, hidden_size / 16].
     expected_m: the expected rows per expert, for which tiles are chosen. The default is M / El.
@@ -608,7 +639,7 @@ def topk(
 
     docs/kernels/routing.md, "Rules of top-k", says what is chosen and what the weights are.
 
-    router_logits: fp32, bf16 or f16 [T, E], E <= 512.
+    router_logits: fp32, bf16 or f16 [T, E], E <= 1024.
     top_k: at most 32, fused shared experts included.
     correction_bias: fp32 [E], added to the score for the choice only.
     num_expert_group, topk_group: experts are chosen from the best topk_group of num_expert_group groups. 0 means no
@@ -636,6 +667,7 @@ def sort_by_expert(
     ranks hold, are skipped. Without it ids are -1, or 0 to num_experts - 1.
 
     topk_ids: int32 or int64 [T, k].
+    num_experts: 1 to 1024.
     """
 
 def routing_tables(
@@ -659,6 +691,7 @@ def routing_tables(
 
     topk_weights: fp32 [T, k].
     topk_ids: int32 or int64 [T, k]. -1 stands for no expert.
+    num_experts: 1 to 512.
     gate_dtype: the dtype of gate_scal.
     """
 

@@ -20,7 +20,7 @@ _GEMMS = ("auto", "cutlass", "cute-dsl", "cutedsl_low_latency", "cudnn", "b12x")
 
 
 class SfLayout(enum.IntEnum):
-    """Where the scales of a matrix [rows, columns / 32] lie: flashinfer's enum of this name."""
+    """The layout of the scales of a matrix [rows, columns / 32]: flashinfer's enum of this name."""
 
     layout_128x4 = 0
     """Tiles of 128 rows by 4 scales: [rows / 128, scales / 4, 32, 4, 4], row r of a tile at [r % 32, r / 32]."""
@@ -121,8 +121,8 @@ def mxfp8_linear(
     bias: Tensor | None = None,
     output_dtype: Any = None,
 ) -> Tensor:
-    """What SGLang's dispatch_w8a8_mxfp8_linear chooses (0.5.12.post1 and 0.5.23): [..., n] of input [..., k] and weight
-    float8_e4m3fn [n, k] with its scales: uint8 [n, k / 32], or flat in the 128x4 order.
+    """The function that SGLang's dispatch_w8a8_mxfp8_linear chooses (0.5.12.post1, 0.5.23): [..., n] of input [..., k]
+    and weight float8_e4m3fn [n, k] with its scales: uint8 [n, k / 32], or flat in the 128x4 order.
 
     Without input_scale, bf16, f16 or fp32 input is quantised as by mxfp8_quantize; else it is float8_e4m3fn, and
     input_scale [rows, k / 32] or flat in the 128x4 order. The product is rounded to output_dtype (bfloat16, float16 or
@@ -151,6 +151,11 @@ def mxfp8_linear(
         raise ValueError(f'weight: dimension 1 "k": expected a multiple of {_GROUP}, got {k}')
     if not str(weight.dtype).endswith("float8_e4m3fn"):
         raise TypeError(f"weight: expected dtype float8_e4m3fn, got {weight.dtype}")
+    if weight_scale.ndim == 2 and tuple(weight_scale.shape) != (n, k // _GROUP):
+        raise ValueError(
+            f"weight_scale: expected shape {(n, k // _GROUP)}, or flat in the 128x4 order, "
+            f"got {tuple(weight_scale.shape)}"
+        )
     name = str(rows.dtype if output_dtype is None else output_dtype).rpartition(".")[2]
     if output_dtype is None and name == "float8_e4m3fn":
         name = "bfloat16"

@@ -1,5 +1,11 @@
 """Converts int4 weights of compressed-tensors, AWQ, GPTQ and Marlin to the form that `ExpertWeights.int4` takes."""
 
+from typing import TYPE_CHECKING
+
+from oxmoe import deprecation
 from oxmoe.formats.int4 import Matrix, from_awq, from_gptq, from_marlin, from_pack_quantized
+
+if not TYPE_CHECKING:
+    __getattr__ = deprecation.lookup(__name__)
 
 __all__ = ["Matrix", "from_awq", "from_gptq", "from_marlin", "from_pack_quantized"]

@@ -17,7 +17,7 @@ def check_tensor(name: str, value: Any, *dimensions: str) -> None:
         raise ValueError(f"{name}: expected a dense tensor, got layout {str(value.layout).rpartition('.')[2]}")
     if dimensions and value.ndim != len(dimensions):
         raise ValueError(f"{name}: expected [{', '.join(dimensions)}], got shape {tuple(value.shape)}")
-    # Traced code has no memory.
+    # Traced code has no memory, so its reach is not checked.
     if value.numel() and not tracing() and type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta:
         reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         held, end = value.untyped_storage().nbytes(), (value.storage_offset() + reach + 1) * value.itemsize

@@ -24,15 +24,19 @@ from oxmoe.weights import expert_weights
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-EXPERT_OPTION_NAMES = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp")
-# What the options of the same name are where each expert has its own: operators have no union types.
-_EXPERT_TENSOR_NAMES = {"alpha": "expert_alpha", "beta": "expert_beta", "limit": "expert_limit"}
-# Formats whose experts are plain tensors to operators where they are not packed, as `moe_tensors` takes them.
+EXPERT_OPTION_NAMES = (
+    *("layout", "activation", "gated", "alpha", "beta", "limit", "clamp"),
+    *("situ_beta", "situ_linear_beta"),
+)
+# Option of ExpertWeights -> the operators' option of the same meaning that takes a tensor with a number for each
+# expert. Operators have no union types, so they need two options.
+_EXPERT_TENSOR_NAMES = {name: f"expert_{name}" for name in ("alpha", "beta", "limit", "situ_beta", "situ_linear_beta")}
+# Formats whose experts, if they are not packed, go to operators as plain tensors, as `moe_tensors` takes them.
 PLAIN_FORMATS = (
     *("bf16", "f16", "f32", "mxfp4", "mxfp4-a8", "mxfp8"),
     *("fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"),
 )
-# Of formats with scales; the others take none of them. The last two are MXFP4's.
+# Options of formats with scales; other formats take none of them. The last two are MXFP4's options.
 BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "a13_scale", "a2_scale", "format", "dtype", "hidden_size")
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights of the format, which packs them once"
@@ -43,7 +47,8 @@ EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
     'float? limit=None, str clamp="before", Tensor? w13_scale=None, Tensor? w2_scale=None, str? format=None, '
     "str? dtype=None, int? hidden_size=None, Tensor? expert_alpha=None, Tensor? expert_beta=None, "
-    "Tensor? expert_limit=None"
+    "Tensor? expert_limit=None, float? situ_beta=None, float? situ_linear_beta=None, "
+    "Tensor? expert_situ_beta=None, Tensor? expert_situ_linear_beta=None"
 )
 _MOE_OPERANDS = (
     "Tensor x, Tensor w13, Tensor w2, Tensor? topk_weights=None, Tensor? topk_ids=None, "
@@ -56,7 +61,7 @@ _CALL_OPTIONS = (
     "bool keep_router_weight=False, int ep_size=1, int ep_rank=0, Tensor? x_scale=None"
 )
 _MOE_OPTIONS = f"{EXPERT_OPTIONS}, {_CALL_OPTIONS}, Tensor? a13_scale=None, Tensor? a2_scale=None"
-# Experts by their handle, and what a fake kernel must know of them.
+# Operands of an operator that takes experts by their handle, with the sizes and dtype that its fake kernel needs.
 HELD = "Tensor x, SymInt experts, SymInt hidden, ScalarType dtype"
 _HELD_OPERANDS = f"{HELD}, Tensor? topk_weights=None, Tensor? topk_ids=None"
 _TOPK_OPTIONS = (
@@ -92,11 +97,12 @@ SCHEMAS = {
 }
 
 
-# Kernels: what the dispatcher calls on CPU and CUDA tensors.
+# Kernels: the functions that the dispatcher calls on CPU and CUDA tensors.
 
 
 def bare(w13: Tensor, options: dict[str, Any]) -> None:
-    """Gives numbers that each expert has its own of their names in ExpertWeights; refuses what is packed on CUDA."""
+    """Renames options that hold a number for each expert to their names in ExpertWeights; refuses packed formats on
+    CUDA."""
     _name_tensors(options)
     _refuse_packed_formats(w13, options)
 
@@ -135,7 +141,7 @@ def _moe(
 
 
 def held(builtin: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel of an operator whose experts are a handle."""
+    """Returns the kernel of an operator whose experts are a handle."""
 
     def call(x: Tensor, experts: int, hidden: int, dtype: torch.dtype, *operands: Any, **options: Any) -> Tensor:
         return builtin(x, _oxmoe.experts_of(experts), *operands, **options)
@@ -144,7 +150,7 @@ def held(builtin: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def into_out(kernel: Callable[..., Any]) -> Callable[..., None]:
-    """The kernel of an out variant, which returns nothing."""
+    """Returns the kernel of an out variant, which returns nothing."""
 
     def call(*operands: Any, **options: Any) -> None:
         kernel(*operands, **options)
@@ -168,12 +174,12 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
-# Fakes: shapes and dtypes alone.
+# Fake kernels, which make shapes and dtypes alone.
 
 
 def fake_rows(x: Tensor, slots: int = 1, no_combine: bool = False) -> Tensor:
-    """A layer's result: a row for each token, or with no_combine one for each slot."""
-    # Quantised tokens have bf16 results.
+    """Returns an empty layer result: a row for each token, or with no_combine a row for each slot."""
+    # Results of quantised tokens are bf16.
     dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
     return x.new_empty((x.shape[0], slots, x.shape[1]) if no_combine else x.shape, dtype=dtype)
 
@@ -272,12 +278,30 @@ _FAKES: dict[str, Callable[..., Any]] = {
 _library = torch.library.Library("oxmoe", "DEF")
 
 
+def _without_grad(name: str, schema: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the fake kernel, which refuses operands that require grad as eager calls do. Only a tracer calls it, so
+    a compiled program pays nothing."""
+    names = [argument.name for argument in torch._C.parse_schema(f"oxmoe::{name.replace('.', '_')}{schema}").arguments]
+
+    def checked(*operands: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled():
+            for operand, value in [*zip(names, operands, strict=False), *options.items()]:
+                if isinstance(value, Tensor) and value.requires_grad:
+                    raise ValueError(
+                        f"{operand}: requires grad; oxmoe has no backward: pass {operand}.detach() or call under "
+                        "torch.no_grad()"
+                    )
+        return fake(*operands, **options)
+
+    return checked
+
+
 def define(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    """The operator oxmoe::name on CPU and CUDA."""
+    """Defines the operator oxmoe::name on CPU and CUDA."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
     for key in ("CPU", "CUDA"):
         _library.impl(name, kernel, key)
-    torch.library.register_fake(f"oxmoe::{name}", fake, lib=_library)
+    torch.library.register_fake(f"oxmoe::{name}", _without_grad(name, schema, fake), lib=_library)
 
 
 for _name, _schema in SCHEMAS.items():
@@ -296,7 +320,8 @@ def dispatching(builtin: _Function, traced: Callable[..., Any]) -> _Function:
 
 
 def expert_handle(weights: _oxmoe.ExpertWeights) -> tuple[int, int, torch.dtype] | None:
-    """(experts, hidden, dtype) as operators take experts that are no plain tensors; None: these are."""
+    """Returns (handle, hidden, dtype), the form in which operators take packed experts; None if experts are plain
+    tensors."""
     if weights.w13 is not None and weights.w2 is not None and weights.format in PLAIN_FORMATS:
         return None
     return weights.handle, weights.hidden_size, _DTYPES[weights.dtype]
@@ -305,7 +330,7 @@ def expert_handle(weights: _oxmoe.ExpertWeights) -> tuple[int, int, torch.dtype]
 def expert_tensors(
     weights: _oxmoe.ExpertWeights,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, dict[str, Any]]:
-    """(w13, w2, b13, b2, options) as operators take experts that are plain tensors."""
+    """Returns (w13, w2, b13, b2, options), the form in which operators take experts that are plain tensors."""
     assert weights.w13 is not None and weights.w2 is not None
     options: dict[str, Any] = {}
     for name in EXPERT_OPTION_NAMES:

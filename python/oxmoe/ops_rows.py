@@ -1,5 +1,5 @@
-"""torch.ops.oxmoe.*, continued: rows in expert order, and quantisers of fp8 and NVFP4. As in `oxmoe.ops`, eager calls
-go past the operators."""
+"""torch.ops.oxmoe.*, continued: rows in expert order, and quantisers of fp8 and NVFP4. Eager calls go past the
+operators, as in `oxmoe.ops`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _INTO = "Tensor(a!) out, Tensor(b!)? workspace=None"
 
 
 def _on_rows(builtin: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel: experts as plain tensors."""
+    """Returns the kernel of an operator whose experts are plain tensors."""
 
     def kernel(
         x: Tensor,

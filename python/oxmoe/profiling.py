@@ -27,7 +27,7 @@ WITHOUT = frozenset(
         *("experts_of", "explain", "masked_workspace_bytes", "shape_workspace_bytes", "stats", "workspace_bytes"),
     )
 )
-# The names of ranges where they are not the functions' own.
+# Function -> the name of its range, if it is not the function's own.
 _NAMES = {"moe_tensors": "moe", "allreduce_finish": "allreduce_fusion", "launch": "allreduce_fusion"}
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
@@ -74,7 +74,7 @@ def _shape(value: Any) -> str:
 
 
 def _layer(given: Mapping[str, Any]) -> list[str]:
-    """The format and the sizes of a call of a layer."""
+    """Returns the format and the sizes of a call of a layer."""
     x, weights, ids = given["x"], given.get("weights"), given.get("topk_ids")
     if weights is None:
         w13 = given["w13"]
@@ -89,7 +89,7 @@ def _layer(given: Mapping[str, Any]) -> list[str]:
 
 
 def _operands(given: Mapping[str, Any]) -> list[str]:
-    """The shapes of tensors, and k."""
+    """Returns the shapes of tensors, and k."""
     shapes = [f"{name}={_shape(value)}" for name, value in given.items() if getattr(value, "shape", ())]
     return [*shapes, f"k={given['top_k']}"] if "top_k" in given else shapes
 
@@ -134,7 +134,7 @@ def _install() -> None:
     for name, value in list(vars(_oxmoe).items()):
         if inspect.isbuiltin(value) and name not in WITHOUT:
             setattr(_oxmoe, name, with_ranges(name, value))
-    # The all-reduce of GPUs is the one launch that is a method.
+    # The all-reduce of GPUs is the only launch that is a method.
     memory: Any = _oxmoe.AllReduceMemory
     memory.launch = with_ranges("launch", memory.launch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from oxmoe import deprecation
 from oxmoe._oxmoe import deinterleave_sm90_mxfp4, interleave_sm90_mxfp4, swizzle_hopper_mxfp4, unswizzle_hopper_mxfp4
 from oxmoe._oxmoe import dequantize_mxfp4 as dequantize
 from oxmoe._oxmoe import pack_mxfp4 as mxfp4_pack
@@ -14,6 +15,9 @@ from oxmoe._oxmoe import unpack_mxfp4 as mxfp4_unpack
 from oxmoe.functions import dequantize_mxfp8, quantize_fp8
 from oxmoe.functions import quantize_mxfp8 as mxfp8
 from oxmoe.operands import check_tensor
+
+if not TYPE_CHECKING:
+    __getattr__ = deprecation.lookup(__name__)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +41,7 @@ __all__ = [
 
 
 def _tiles(rows: int, blocks: int, layout: str) -> tuple[int, int, int]:
-    """(rows of a tile, tiles of rows, tiles of four blocks)."""
+    """Returns (rows of a tile, tiles of rows, tiles of four blocks)."""
     if layout not in ("128x4", "8x4"):
         raise ValueError(f'layout: expected "128x4" or "8x4", got {layout!r}')
     of_tile = 128 if layout == "128x4" else 8

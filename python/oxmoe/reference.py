@@ -1,16 +1,21 @@
-"""What every operation computes, in plain torch: fp32 sums and the rounding points of the kernels, slow and obvious.
+"""The reference of every operation in plain torch: fp32 sums and the rounding points of the kernels, slow and obvious.
 
-Used by the tests on CPU and on GPU. Loops run over experts or slots; nothing here is tuned.
+The tests use it on CPU and on GPU. Loops run over experts or slots; nothing here is tuned.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from oxmoe import deprecation
+
+if not TYPE_CHECKING:
+    __getattr__ = deprecation.lookup(__name__)
 
 BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -19,7 +24,7 @@ BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def split_rows(rows: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """(gate, up) of `[..., 2I]` values that lie as w13's rows do."""
+    """Splits `[..., 2I]` values that lie as w13's rows do into (gate, up)."""
     if layout == "interleaved":
         return rows[..., 0::2], rows[..., 1::2]
     first, second = rows.chunk(2, dim=-1)
@@ -40,11 +45,24 @@ def activate(
     beta: float = 0.0,
     limit: float | None = None,
     clamp: str = "before",
+    situ_beta: float | None = None,
+    situ_linear_beta: float | None = None,
 ) -> Tensor:
-    """GEMM1's epilogue on fp32 sums `[..., 2I]` (or `[..., I]` when not gated), not rounded."""
+    """GEMM1's epilogue on fp32 sums `[..., 2I]` (or `[..., I]` when not gated), not rounded.
+
+    "situ" (SiTU) is b tanh(g / b) sigmoid(g) * lb tanh(u / lb), as in SGLang's SituAndMul and the SituAdaptor of
+    flashinfer's CUTLASS kernels; without a situ_linear_beta u itself is the second factor.
+    """
     gated = activation != "relu2" if gated is None else gated
     gate, up = split_rows(sums, layout) if gated else (sums, None)
     bound = math.inf if limit is None else limit
+    if activation == "situ":
+        if up is None:
+            raise ValueError("activation: situ has gate and up rows")
+        b = 4.0 if situ_beta is None else situ_beta
+        if situ_linear_beta is not None:
+            up = situ_linear_beta * torch.tanh(up / situ_linear_beta)
+        return b * torch.tanh(gate / b) * torch.sigmoid(gate) * up
     if activation == "silu":
         if clamp == "before":
             gate = gate.clamp(max=bound)
@@ -63,14 +81,14 @@ def activate(
 
 
 def _product(rows: Tensor, weights: Tensor, fp32_sums: bool, activation_dtype: torch.dtype | None) -> Tensor:
-    """rows [M, K] times weights [N, K] transposed, in fp32."""
+    """Returns rows [M, K] times weights [N, K] transposed, in fp32."""
     if activation_dtype is not None:
         codes, scales = rows_e4m3(rows)
         # NOTE: e4m3 numbers are exact in bf16.
         return _product(codes.to(rows.dtype), weights, fp32_sums, None) * scales[:, None]
     if fp32_sums or not rows.is_cuda or rows.dtype == torch.float32:
         return rows.float() @ weights.float().T
-    # cuBLAS has other kernels, with other sums, for a few rows.
+    # cuBLAS has other kernels, with other sums, for fewer than 8 rows.
     padded = torch.cat([rows, rows.new_zeros(max(0, 8 - len(rows)), rows.shape[1])])
     return torch.mm(padded, weights.T, out_dtype=torch.float32)[: len(rows)]
 
@@ -83,7 +101,8 @@ def _scaled_product(
     quantised: tuple[Tensor, Tensor] | None,
     index: Tensor | slice,
 ) -> Tensor:
-    """The same of e4m3 weights: fp8_block's with fp32 scales and rows `index` of those quantised, MXFP8's with E8M0."""
+    """Multiplies rows with e4m3 weights. fp8_block weights have fp32 scales and multiply the rows `index` of
+    `quantised`; MXFP8 weights have E8M0 scales and multiply `rows`."""
     if quantised is not None:
         return fp8_product((quantised[0][index], quantised[1][index]), weights, scales)
     return _product(mxfp8_rows(rows), mxfp8_weights(weights, scales, rows.dtype), fp32_sums, None)
@@ -105,6 +124,8 @@ def moe(
     beta: float | Tensor = 0.0,
     limit: float | Tensor | None = None,
     clamp: str = "before",
+    situ_beta: float | Tensor | None = None,
+    situ_linear_beta: float | Tensor | None = None,
     router_logits: Tensor | None = None,
     top_k: int = 0,
     scoring_func: str = "softmax",
@@ -133,7 +154,8 @@ def moe(
     activation_scales "tensor" or "token": with one for all of them or one for each row; or with these two. fp32 scales
     may be [E, N] or [E, N, 1], one for each row of an expert's weights (fp8_tensor).
 
-    alpha, beta and limit may be tensors `[E]`, one number for each expert. acts gets each expert's activated rows.
+    alpha, beta, limit, situ_beta and situ_linear_beta may be tensors `[E]`, one number for each expert. acts gets each
+    expert's activated rows.
 
     Products are exact and sums fp32, of 16-bit numbers on CUDA as cuBLAS' tensor cores have them: they truncate as they
     add, which at K = 7168 moves every thirteenth result of a layer in f16. `fp32_sums`: rounded to nearest there, too.
@@ -170,11 +192,12 @@ def moe(
             sums = sums + b13[expert].float()
         if apply_router_weight_on_input:
             sums = sums * topk_weights[token, slot, None].float()
-        swiglu: dict[str, Any] = {
-            name: value[expert].item() if isinstance(value, Tensor) else value
-            for name, value in (("alpha", alpha), ("beta", beta), ("limit", limit))
+        of_layer = {"alpha": alpha, "beta": beta, "limit": limit}
+        of_layer |= {"situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}
+        numbers: dict[str, Any] = {
+            name: value[expert].item() if isinstance(value, Tensor) else value for name, value in of_layer.items()
         }
-        act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **swiglu)
+        act = activate(sums, layout=layout, activation=activation, gated=gated, clamp=clamp, **numbers)
         acts.append(act.to(x.dtype))
 
     quantised = fp8_rows(torch.cat(acts), given[1], dynamic) if fp8 else None
@@ -217,17 +240,17 @@ def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     """Weights `[..., K]` of uint8 codes `[..., K / 2]` (even column: low nibble) and E8M0 bytes `[..., K / 32]`."""
     bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
     values = torch.tensor(_E2M1, device=codes.device)[torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)].flatten(-2)
-    # NOTE: fp64 holds every product: what is rounded is rounded once.
+    # NOTE: fp64 holds every product, so a number is rounded only once.
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
     return (values.double() * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
 
 
 def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and E8M0 bytes of one matrix as kernels of e4m3 activations have them.
+    """Returns codes and E8M0 bytes of one matrix as the kernels with e4m3 activations have them.
 
-    Bytes more than 11 below the largest (255 aside, and at least 7) are brought up to that, and the numbers of their
-    blocks rounded to e2m1 times the new scale, ties to even.
+    Bytes more than 11 below the largest (255 aside, and at least 7) are brought up to that bound. The numbers of
+    their blocks are rounded to e2m1 times the new scale, ties to even.
     """
     bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
     largest = torch.where(exponents == 255, 0, exponents).max().clamp(min=7)
@@ -236,7 +259,7 @@ def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     pairs = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)
     magnitudes = torch.tensor(_E2M1[:8], dtype=torch.float64, device=codes.device)
     numbers = magnitudes[pairs & 7] * torch.exp2((exponents - raised).double()).repeat_interleave(16, -1)[..., None]
-    # The lower code is even where the border is 0.25, 1.25, 2.5 or 5, and takes it.
+    # At the borders 0.25, 1.25, 2.5 and 5 the lower code is even, and a number on the border takes it.
     rounded = sum((numbers > border).int() for border in (0.25, 1.25, 2.5, 5.0)) + sum(
         (numbers >= border).int() for border in (0.75, 1.75, 3.5)
     )
@@ -245,8 +268,8 @@ def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] in e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
-    # A tensor: a number's reciprocal would be multiplied with on CUDA.
+    """Quantises x [..., K] to e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
+    # The divisor is a tensor: on CUDA, torch would multiply with the reciprocal of a Python number.
     scales = x.abs().amax(-1).float() / torch.tensor(448.0, device=x.device)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     codes = (x.float() * (1.0 / scales)[..., None]).clamp(-448.0, 448.0)
@@ -254,7 +277,8 @@ def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = False) -> tuple[Tensor, Tensor]:
-    """(e4m3 codes [..., K], fp32 scales [..., K / group]): amax / 448, or the next power of two; NaN counts for none"""
+    """Returns (e4m3 codes [..., K], fp32 scales [..., K / group]). A scale is amax / 448, or with `powers` the next
+    power of two; NaN does not count for it."""
     groups = x.float().unflatten(-1, (-1, group))
     amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=eps)
     scales = amax / torch.tensor(448.0, device=x.device)
@@ -266,8 +290,9 @@ def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = F
 
 
 def mxfp8_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [..., K] in MXFP8: (codes float8_e4m3fn [..., K], E8M0 bytes uint8 [..., K / 32]), scales 2^ceil(log2(amax /
-    448)); NaN counts for none but of a group of nothing else (255), infinity makes 254 and numbers beside it 0."""
+    """Quantises x [..., K] to MXFP8: (codes float8_e4m3fn [..., K], E8M0 bytes uint8 [..., K / 32]). Scales are
+    2^ceil(log2(amax / 448)). NaN does not count, except that a group of nothing else has the byte 255. Infinity makes
+    the byte 254 and the finite numbers beside it 0."""
     groups = x.double().unflatten(-1, (-1, 32))
     amax = torch.where(groups.isnan(), -1.0, groups.abs()).amax(-1)
     mantissa, exponent = torch.frexp(amax / 448)
@@ -289,13 +314,13 @@ def mxfp8_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
 
 
 def mxfp8_rows(x: Tensor) -> Tensor:
-    """The numbers of x's dtype that MXFP8 has for those of x [..., K]."""
+    """Returns x [..., K] rounded to MXFP8, as numbers of x's dtype."""
     return mxfp8_weights(*mxfp8_groups(x), x.dtype)
 
 
 def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tensor, Tensor]:
-    """x [M, K] as codes and scales [M, K / 128], rounded up: of this scale, of amax of all ("tensor") or of a row
-    ("token"), or of groups of 128 columns."""
+    """Quantises x [M, K] to codes and scales [M, ceil(K / 128)]. The scale is `scale`; or it follows from the amax of
+    all of x (dynamic "tensor"), of a row ("token"), or of each 128 columns of a row (None)."""
     if scale is None and dynamic is None:
         return fp8_groups(x)
     if scale is None:
@@ -307,9 +332,9 @@ def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tens
 
 
 def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
-    """e4m3 rows [M, K] with scales [M, K / 128] times e4m3 weights [N, K] transposed with scales [N / 128, K / 128]:
-    the fp32 products of every 128 columns are added in fp32, times both scales. Scales [N] or [N, 1], of rows of
-    weights, multiply the sums; N and K are then any sizes."""
+    """Multiplies e4m3 rows [M, K] with scales [M, K / 128] by e4m3 weights [N, K] transposed with scales [N / 128, K
+    / 128]. The fp32 products of every 128 columns are multiplied by both scales and added in fp32. Scales [N] or [N,
+    1], one for each row of weights, multiply the sums; N and K are then any sizes."""
     codes, row_scales = rows
     if scales.shape[0] == weights.shape[0] and scales.numel() == weights.shape[0]:
         ones = scales.new_ones((-(-weights.shape[0] // 128), -(-weights.shape[1] // 128)))
@@ -324,7 +349,7 @@ def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) ->
 
 
 def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 16) -> tuple[Tensor, Tensor]:
-    """(e2m1 codes uint8 [..., K], the values of block scales fp32 [..., K / block]) of numbers times scale."""
+    """Returns (e2m1 codes uint8 [..., K], values of block scales fp32 [..., K / block]) of x times scale."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     sixth = torch.tensor(1.0 / 6.0, device=x.device)
@@ -335,7 +360,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
     else:
         scales = wanted.clamp(max=448.0).to(torch.float8_e4m3fn).float()
     scaled = blocks * torch.where(scales > 0, scale / scales, 0.0)[..., None]
-    # Numbers between two codes, and on which side of the middle; at the middle the even code.
+    # The middles between two neighbouring codes. A number on a middle takes the even code.
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
     magnitude = scaled.abs().nan_to_num(nan=6.0)
     low, high = torch.searchsorted(middles, magnitude), torch.searchsorted(middles, magnitude, right=True)
@@ -344,7 +369,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
 
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp32 [..., K] of e2m1 pairs uint8 [..., K / 2], times block scales [..., G] of any dtype."""
+    """Returns the numbers fp32 [..., K] of e2m1 pairs uint8 [..., K / 2] times block scales [..., G] of any dtype."""
     values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
     values = torch.cat([values, -values])
     numbers = values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
@@ -373,8 +398,8 @@ def nvfp4_expert(
     b2: Tensor | None = None,
     **activation: Any,
 ) -> Tensor:
-    """One expert of ExpertWeights.nvfp4 on rows [M, H]; w13 and w2 fp32 numbers (nvfp4_numbers). factors multiply the
-    sums, roundings are what rows are multiplied by before they become NVFP4."""
+    """Computes one expert of ExpertWeights.nvfp4 on rows [M, H]. w13 and w2 are fp32 numbers (nvfp4_numbers). factors
+    multiply the sums. roundings multiply rows before they are rounded to NVFP4."""
 
     def product(rows: Tensor, weights: Tensor, stage: int, bias: Tensor | None) -> Tensor:
         numbers = rows.float()
@@ -392,8 +417,10 @@ def nvfp4_expert(
 
 
 def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
-    """fp32 score of every expert; for softmax_topk the logit, which becomes a weight only once the choice is made."""
-    # In double precision: the vector and the scalar code of torch's float functions give equal logits other scores.
+    """Returns the fp32 score of every expert; for softmax_topk the logit, which becomes a weight only once the choice
+    is made."""
+    # Scores are computed in fp64: the vector and the scalar code of torch's float functions give equal logits other
+    # scores.
     logits = router_logits.double()
     if scoring_func == "softmax":
         return torch.softmax(logits, dim=-1).float()
@@ -407,8 +434,8 @@ def scores(router_logits: Tensor, scoring_func: str) -> Tensor:
 
 
 def best(values: Tensor, count: int, among: Tensor | None = None) -> Tensor:
-    """Column numbers of the largest values, best first, ties to the lower number; NaN is the largest. `among`: columns
-    outside of this mask come after all others."""
+    """Returns column numbers of the largest values, best first, ties to the lower number; NaN is the largest. `among`
+    is a mask: columns outside of it come after all others."""
     order = torch.sort(values, dim=-1, descending=True, stable=True).indices
     if among is not None:
         last = (~among).gather(-1, order).to(torch.uint8)
@@ -425,7 +452,7 @@ def choice_values(
     topk_group: int = 0,
     group_score: str | None = None,
 ) -> Tensor:
-    """What the choice orders by: the logit, or score + bias with experts of losing groups at -inf."""
+    """Returns the values that order the choice: the logits, or score + bias with experts of losing groups at -inf."""
     choice, kept = _choice(router_logits, scoring_func, correction_bias, (num_expert_group, topk_group, group_score))
     return choice if kept is None else torch.where(kept, choice, -math.inf)
 
@@ -433,7 +460,7 @@ def choice_values(
 def _choice(
     router_logits: Tensor, scoring_func: str, correction_bias: Tensor | None, groups: tuple[int, int, str | None]
 ) -> tuple[Tensor, Tensor | None]:
-    """(what the choice orders by, which experts may be chosen; None: all)."""
+    """Returns (the values that order the choice, a mask of the experts that may be chosen; None: all)."""
     count, kept, group_score = groups
     grouped = kept < count
     if correction_bias is None and not grouped:
@@ -477,7 +504,8 @@ def topk(
     else:
         weights = scores(router_logits, scoring_func).gather(1, ids)
         if renormalize:
-            # A softmax over all experts that is renormalised is one over the chosen, whose sum cannot vanish.
+            # A softmax over all experts that is renormalised equals a softmax over the chosen ones, whose sum cannot
+            # vanish.
             over_chosen = scoring_func == "softmax" and correction_bias is None and kept is None
             weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if over_chosen else 1e-20))
     if order == "id":
@@ -516,14 +544,16 @@ def sort_by_expert(
 
 
 def max_blocks(num_experts: int, num_rows: int) -> int:
-    """Length of a schedule that holds any split of num_rows rows over num_experts experts in blocks of 16."""
+    """Returns the length of a schedule that holds any split of num_rows rows over num_experts experts in blocks of
+    16."""
     if num_rows <= num_experts:
         return num_rows
     return num_experts - 1 - ((num_experts - num_rows - 1) // min(BLOCK_SIZES))
 
 
 def block_tables(histogram: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """(block_offs_data [4, E + 1], block_schedule_data [4, max_blocks]); block << 16 | expert, -1 after the last."""
+    """Returns (block_offs_data [4, E + 1], block_schedule_data [4, max_blocks]). An entry of the schedule is block <<
+    16 | expert; -1 fills the rest."""
     experts = histogram.numel()
     offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32)
     schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32)
@@ -545,7 +575,7 @@ def routing_tables(
     simulated_ep: int = 1,
     n_rows: Tensor | int | None = None,
 ) -> tuple[Tensor, ...]:
-    """The seven tables of triton_kernels' routing, in the order of `_oxmoe.routing_tables`."""
+    """Returns the seven tables of triton_kernels' routing, in the order of `_oxmoe.routing_tables`."""
     rows, experts = logits.shape
     values = torch.softmax(logits, dim=-1) if sm_first else logits
     # NOTE: triton_kernels orders a row's chosen experts by id.
@@ -557,7 +587,7 @@ def routing_tables(
         padded = torch.arange(rows, device=ids.device)[:, None] >= n_rows
         ids = ids.masked_fill(padded, -1)
 
-    # NOTE: simulated_ep keeps the first experts // simulated_ep experts; what a row keeps moves to its front.
+    # NOTE: simulated_ep keeps the first experts // simulated_ep experts; the ids that a row keeps move to its front.
     experts //= simulated_ep
     gone = (ids < 0) | (ids >= experts)
     order = torch.argsort(gone.int(), dim=1, stable=True)

@@ -19,8 +19,9 @@ masked_workspace_bytes = _oxmoe.masked_workspace_bytes
 
 
 def _row_major(scale: Any, x: Any) -> Any:
-    """x's fp32 scales [..., columns / 128] row by row, of such scales in any order of memory, or of DeepEP's packed
-    powers of two: int32 [..., ceil(columns / 512)], four E8M0 bytes each, the first group lowest."""
+    """Returns x's fp32 scales [..., columns / 128] in row-major order. `scale` has such scales in any order of
+    memory, or DeepEP's packed powers of two: int32 [..., ceil(columns / 512)] of four E8M0 bytes each, the first
+    group lowest."""
     import torch
 
     if not isinstance(scale, torch.Tensor):
@@ -30,8 +31,8 @@ def _row_major(scale: Any, x: Any) -> Any:
         return scale.contiguous()
     check_tensor("x", x)
     if scale.stride(-1) != 1:
-        # NOTE: not contiguous(): where the last dimension is 1, torch takes column-major scales for contiguous ones,
-        # but a view as bytes needs the stride 1.
+        # NOTE: contiguous() does not do here: if the last dimension is 1, torch takes column-major scales for
+        # contiguous ones, but a view as bytes needs the stride 1.
         scale = scale.clone(memory_format=torch.contiguous_format)
     powers = scale.contiguous().view(torch.uint8)[..., : x.shape[-1] // 128]
     return (powers.int() << 23).view(torch.float32)
@@ -82,8 +83,8 @@ def moe_contiguous(
     DeepGEMM's contiguous one). x [M, H]; the rest is as for moe_masked.
 
     counts int32 [El]: the first counts[0] rows are expert 0's, each next expert's begin at the next multiple of
-    alignment; other rows of out are not written. Or m_indices int32 [M]: every row's expert, in any order; rows with
-    -1 become 0, and workspace is that of `moe` with one expert a token.
+    alignment; other rows of out are not written. Or m_indices int32 or int64 [M], a torch tensor: every row's expert,
+    in any order; rows with -1 become 0, and workspace is that of `moe` with one expert a token.
     """
     if (counts is None) == (m_indices is None):
         raise ValueError("counts and m_indices: expected one of the two")
@@ -103,5 +104,10 @@ def moe_contiguous(
     check_tensor("m_indices", m_indices, "M")
     import torch
 
+    if m_indices.dtype not in (torch.int32, torch.int64):
+        name = str(m_indices.dtype).rpartition(".")[2]
+        raise ValueError(f"m_indices: expected dtype int32 or int64, got {name}")
+    if isinstance(x, torch.Tensor) and x.ndim == 2 and m_indices.shape[0] != x.shape[0]:
+        raise ValueError(f'm_indices: dimension 0 "M": expected {x.shape[0]} (from x), got {m_indices.shape[0]}')
     ones = torch.ones((m_indices.shape[0], 1), device=m_indices.device)
     return moe(x, weights, ones, m_indices[:, None], x_scale=x_scale, out=out, workspace=workspace)

@@ -6,14 +6,20 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-# Mantissa bits (without the hidden one) and the exponent of the smallest normal number.
+from oxmoe import deprecation
+
+if not TYPE_CHECKING:
+    __getattr__ = deprecation.lookup(__name__)
+
+# Each dtype's mantissa bits (without the hidden one) and the exponent of its smallest normal number.
 _FORMATS = {torch.float32: (23, -126), torch.float16: (10, -14), torch.bfloat16: (7, -126)}
 
-# H200, measured: device copy bandwidth and sustained matrix rates of bf16 and fp8.
+# Rates measured on an H200: device copy bandwidth and sustained matrix rates of bf16 and fp8.
 MEMORY_BYTES_PER_SECOND = 4.3e12
 MATRIX_FLOPS_PER_SECOND = 790e12
 FP8_MATRIX_FLOPS_PER_SECOND = 1400e12
@@ -63,7 +69,7 @@ def cosine(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Bar:
-    """What counts as equal: nothing beyond max_ulp, at most `share` of the elements (and four more) beyond `ulps`.
+    """The bar of equality: no element beyond max_ulp, at most `share` of the elements (and four more) beyond `ulps`.
 
     The elements of a row share its intermediates: one of them that rounds to its neighbour moves up to half of the row.
     A share of few rows counts such rows and not roundings, so half of one row may always be beyond `ulps`.
@@ -80,19 +86,21 @@ class Bar:
         return bool(error.max() <= self.max_ulp) and int((error > self.ulps).sum()) <= allowed
 
 
-# bf16 and f16: where fp32 sums differ in their last bits an intermediate seldom rounds to its neighbour: on CPU below
-# 0.1 % of results move by an ulp in bf16 and 0.7 % in f16; tensor cores truncate as they add, and on an H200 up to
-# 2.9 % of bf16 results move by an ulp or two at K = 7168. One rounding point too many or too few moves 12 % and more,
-# and misses these bars. f32 has no rounding points: what is left is the order of the sums, which grows with length.
+# If fp32 sums differ in their last bits, a bf16 or f16 intermediate seldom rounds to its neighbour. On CPU below 0.1
+# % of results move by an ulp in bf16 and 0.7 % in f16. Tensor cores truncate as they add: on an H200 up to 2.9 % of
+# bf16 results move by an ulp or two at K = 7168. One rounding point too many or too few moves 12 % and more, and
+# misses these bars. f32 has no rounding points: only the order of its sums differs, and the error grows with their
+# length.
 BARS = {
     torch.bfloat16: Bar(max_ulp=8.0, ulps=0.9, share=5e-2),
     torch.float16: Bar(max_ulp=8.0, ulps=0.9, share=8e-2),
     torch.float32: Bar(max_ulp=512.0, ulps=64.0, share=1e-3),
 }
 
-# Layers whose activations are quantised to e4m3 on their way. A sum that rounds to its neighbour in bf16 can move its
-# code to the next, a sixteenth away, and a group's largest number moves all of its group. On an H200, whose fp8 sums
-# keep 14 bits, 10 % of the results of a layer of 8 x 128 activations a row moved by two ulps and more, 0.7 % in norm.
+# The bar of layers whose activations are quantised to e4m3 on their way. A sum that rounds to its neighbour in bf16 can
+# move its code to the next, a sixteenth away, and a group's largest number moves all of its group. On an H200, whose
+# fp8 sums keep 14 bits, 10 % of the results of a layer of 8 x 128 activations a row moved by two ulps and more, 0.7 %
+# in norm.
 FP8_BAR = Bar(max_ulp=32.0, ulps=1.9, share=2e-1)
 
 _BLIND = "the bar is too wide for this reference"

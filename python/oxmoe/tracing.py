@@ -1,4 +1,4 @@
-"""Whether torch is watching: then calls must go through operators, which it can see."""
+"""Says whether torch traces: then calls must go through operators, which torch can see."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if HAS_TORCH:
     import torch
 
     def tracing() -> bool:
-        """True under torch.compile, export, make_fx, FakeTensorMode and any other dispatch mode."""
+        """Returns True under torch.compile, export, make_fx, FakeTensorMode and any other dispatch mode."""
         return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 else:
 
     def tracing() -> bool:
-        """Without torch nothing traces."""
+        """Returns False: without torch nothing traces."""
         return False

@@ -1,4 +1,4 @@
-"""ExpertWeights of bare tensors, in a format that is named or follows from the tensors' dtype."""
+"""Makes ExpertWeights of bare tensors, in a format that is named or follows from the tensors' dtype."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _builder(dtype: Any) -> Callable[..., _oxmoe.ExpertWeights]:
 
 
 def expert_weights(w13: Tensor, w2: Tensor, *, format: str | None = None, **options: Any) -> _oxmoe.ExpertWeights:
-    """ExpertWeights in this format, or in that of w13's dtype."""
+    """Returns ExpertWeights in this format, or in the format that follows from w13's dtype."""
     if format == "mxfp4-a8":
         return _oxmoe.ExpertWeights.mxfp4(w13, w2, activation_dtype="float8_e4m3fn", **options)
     if format == "mxfp8":
-        options.pop("dtype", None)  # bf16: there is no other
+        options.pop("dtype", None)  # MXFP8 always has dtype bf16
     if format in ("fp8_tensor", "fp8_tensor-token"):
         return _oxmoe.ExpertWeights.fp8_tensor(w13, w2, per_token=format.endswith("token"), **options)
     if format == "fp8_tensor-static":

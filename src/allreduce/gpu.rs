@@ -19,14 +19,15 @@ use pyo3::prelude::*;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::sync::{Mutex, PoisonError};
 
-/// Bit of the header's word in which the pattern's number has room: ranks that chose different algorithms disagree too.
+/// A bit of the header's shape word, in the field that holds the pattern's number. With it, ranks that chose different algorithms disagree
+/// too.
 const TWO_SHOTS: u64 = 1 << 5;
 
 struct Maps {
-    /// Ours, then after `open` everybody's by rank.
+    /// This rank's memory.
     own: Mapping,
     peers: Vec<Option<Mapping>>,
-    /// What peers map ours by; closed by `open`.
+    /// The descriptor by which peers map `own`. `open` closes it.
     descriptor: Option<OwnedFd>,
     report: HostWords,
 }
@@ -36,7 +37,7 @@ struct Maps {
 pub struct AllReduceMemory {
     gpu: &'static Gpu,
     layout: Layout,
-    /// Of the largest message.
+    /// Bytes of the largest message.
     capacity: u64,
     rank: usize,
     maps: Mutex<Option<Maps>>,
@@ -81,7 +82,7 @@ impl AllReduceMemory {
             slots: if two { layout.scatter_slot(0, 0) } else { layout.oneshot_slot(0, 0) },
             slot_bytes: if two { layout.twoshot / layout.ranks as u64 } else { layout.oneshot },
             gathered: layout.gathered(),
-            // Far from overflow: kernels add it to the clock, some twice.
+            // The limit is far from overflow: kernels add the deadline to the clock, some twice.
             deadline_ns: (deadline * 1e9).min(1e18) as u64,
             shape: shape.word() | if two { TWO_SHOTS } else { 0 },
             rank: self.rank as i32,
@@ -157,7 +158,7 @@ impl AllReduceMemory {
             let gpu = device::gpu(device)?;
             let layout = Layout::new(bytes, world_size as usize, force_oneshot_support);
             let made: Result<Maps> = py.detach(|| {
-                // Before the first call, which may be inside a stream capture.
+                // The kernels are loaded before the first call, which may be inside a stream capture.
                 kernel::prepare(gpu, &kernels(dtype, world_size))?;
                 let report = HostWords::new(gpu)?;
                 let (own, descriptor) = memory::create(gpu, layout.bytes(), LINE_BYTES as usize)?;
@@ -205,7 +206,7 @@ impl AllReduceMemory {
                         if number < 0 {
                             contract!("descriptors: rank {peer}'s is missing");
                         }
-                        // SAFETY: not -1; what is not open is found when it is duplicated.
+                        // SAFETY: the number is not -1. A descriptor that is not open is found when it is duplicated.
                         let theirs = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
                         let Ok(theirs) = theirs.try_clone_to_owned() else {
                             contract!("descriptors: rank {peer}'s ({number}) is not open");
@@ -290,7 +291,7 @@ impl AllReduceMemory {
                     let _current = Current::new(self.gpu)?;
                     result::ctx::synchronize().map_err(failed)?;
                     let mut word = [0u64];
-                    // SAFETY: the first word of our own memory, the error word.
+                    // SAFETY: the copy reads the first word of our own memory, which is the error word.
                     unsafe { result::memcpy_dtoh_sync(&mut word, maps.own.address() as u64) }.map_err(failed)?;
                     if maps.report.read(0) == 0 {
                         maps.report.write(0, word[0]);
@@ -314,7 +315,7 @@ impl Drop for AllReduceMemory {
     }
 }
 
-/// (Whether it was a wait, what happened), from the fault and the two shape words beside it.
+/// (Whether the fault was a wait that ended, its message), from the fault and the two shape words beside it.
 fn describe(fault: &Fault, rank: usize, [ours, theirs]: [u64; 2]) -> (bool, String) {
     let Fault { kind, finder, peer, epoch } = *fault;
     let shape = |word: u64| {

@@ -1,5 +1,5 @@
-//! Device memory that every process of a group maps: cuMemCreate, passed on as a file descriptor. It is our own, so torch's allocator and its
-//! expandable segments do not matter, and it may be freed in any order: memory lives as long as somebody maps it.
+//! Device memory that every process of a group maps: cuMemCreate, passed on as a file descriptor. The memory is our own, so torch's
+//! allocator and its expandable segments do not matter. It may be freed in any order: memory lives as long as somebody maps it.
 
 use crate::contract;
 use crate::device::{cuda_error, Current, Gpu};
@@ -17,7 +17,7 @@ fn location(gpu: &Gpu) -> sys::CUmemLocation {
     sys::CUmemLocation { type_: sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE, id: gpu.ordinal }
 }
 
-/// An error that says which call failed, on what.
+/// An error that says which call failed, and on which device or memory.
 fn checked(code: sys::CUresult, doing: impl std::fmt::Display) -> Result<()> {
     code.result().map_err(|e| cuda_error(format_args!("all-reduce workspace: {doing}"), e))
 }
@@ -63,7 +63,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: reserved and mapped above, once; a failure at the end of a process leaves nothing to do.
+        // SAFETY: `new` reserved and mapped this range, once. A failure at the end of a process leaves nothing to do.
         unsafe {
             if self.mapped {
                 let _ = sys::cuMemUnmap(self.address, self.bytes);
@@ -75,10 +75,11 @@ impl Drop for Mapping {
     }
 }
 
-/// A new allocation of at least `bytes`, filled with 0xFF but for its first `zeros` bytes, and the descriptor that peers map it by.
+/// A new allocation of at least `bytes`, filled with 0xFF except for its first `zeros` bytes, which are 0, and the descriptor by which
+/// peers map it.
 pub fn create(gpu: &Gpu, bytes: u64, zeros: usize) -> Result<(Mapping, OwnedFd)> {
     let _current = Current::new(gpu)?;
-    // SAFETY: a plain struct of numbers and pointers, of which zeros are valid.
+    // SAFETY: this is a plain struct of numbers and pointers, and zeros are valid for all of them.
     let mut prop: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     prop.type_ = sys::CUmemAllocationType_enum::CU_MEM_ALLOCATION_TYPE_PINNED;
     prop.requestedHandleTypes = POSIX_FD;
@@ -98,10 +99,10 @@ pub fn create(gpu: &Gpu, bytes: u64, zeros: usize) -> Result<(Mapping, OwnedFd)>
             return Err(error);
         }
     }
-    // SAFETY: a new descriptor that nobody else owns.
+    // SAFETY: the driver made this descriptor, and nobody else owns it.
     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
     let map = Mapping::new(gpu, handle, bytes)?;
-    // SAFETY: inside the mapping.
+    // SAFETY: both ranges lie inside the mapping.
     unsafe {
         checked(sys::cuMemsetD8_v2(map.address, 0xFF, bytes), "filling")?;
         checked(sys::cuMemsetD8_v2(map.address, 0, zeros), "filling")?;
@@ -127,7 +128,7 @@ pub fn open(gpu: &Gpu, theirs: BorrowedFd, own: (&Mapping, &OwnedFd), peer: usiz
         }
         return Err(error);
     }
-    // An allocation that is smaller than ours cannot be mapped: cuMemMap refuses a range beyond it.
+    // cuMemMap refuses a range beyond the allocation, so an allocation that is smaller than ours cannot be mapped.
     Mapping::new(gpu, handle, ours.bytes)
 }
 
@@ -150,8 +151,8 @@ fn status(descriptor: BorrowedFd) -> std::io::Result<Metadata> {
     File::from(descriptor.try_clone_to_owned()?).metadata()
 }
 
-/// What must be the same of two exports of equal size on one host. Minors of devices differ from GPU to GPU, and the file system
-/// that a device's node lies in from container to container.
+/// Attributes that two exports of equal size on one host share. Minor numbers of devices differ from GPU to GPU, and the file system of a
+/// device's node differs from container to container.
 fn kind(of: &Metadata) -> (u32, u64, u64) {
     const TYPE: u32 = 0o170_000;
     if of.file_type().is_char_device() {
@@ -161,7 +162,7 @@ fn kind(of: &Metadata) -> (u32, u64, u64) {
     }
 }
 
-/// As glibc's macro of that name.
+/// The major number of a device, as glibc's macro `major` computes it.
 fn major(of: &Metadata) -> u64 {
     let device = of.rdev();
     (device >> 8 & 0xFFF) | (device >> 32 & !0xFFF)
@@ -178,10 +179,10 @@ fn describe(of: &Metadata) -> String {
     }
 }
 
-/// Refuses what is imported but is no memory of a GPU. A driver that does not answer (the peer's GPU may be hidden from this
+/// Refuses an imported allocation that is no memory of a GPU. A driver that does not answer (the peer's GPU may be hidden from this
 /// process) leaves the question to the mapping.
 fn require_device_memory(handle: sys::CUmemGenericAllocationHandle, peer: usize) -> Result<()> {
-    // SAFETY: a plain struct of numbers and pointers, of which zeros are valid.
+    // SAFETY: this is a plain struct of numbers and pointers, and zeros are valid for all of them.
     let mut prop: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     // SAFETY: the out pointer lives through the call.
     let answer = unsafe { sys::cuMemGetAllocationPropertiesFromHandle(&mut prop, handle) };
@@ -192,11 +193,11 @@ fn require_device_memory(handle: sys::CUmemGenericAllocationHandle, peer: usize)
     Ok(())
 }
 
-/// `bytes` in whole units of the device.
+/// `bytes` rounded up to a multiple of the device's granularity.
 fn size(gpu: &Gpu, prop: &sys::CUmemAllocationProp, bytes: u64) -> Result<usize> {
     let mut unit = 0usize;
     let option = sys::CUmemAllocationGranularity_flags_enum::CU_MEM_ALLOC_GRANULARITY_RECOMMENDED;
-    // SAFETY: as above.
+    // SAFETY: the out pointer lives through the call.
     let code = unsafe { sys::cuMemGetAllocationGranularity(&mut unit, prop, option) };
     checked(code, format_args!("asking cuda:{} for its granularity", gpu.ordinal))?;
     Ok((bytes as usize).next_multiple_of(unit.max(1)))
@@ -204,9 +205,9 @@ fn size(gpu: &Gpu, prop: &sys::CUmemAllocationProp, bytes: u64) -> Result<usize>
 
 /// Words of host memory that kernels write and the host reads without a driver call.
 pub struct HostWords(*mut u64);
-// SAFETY: read and written as volatile words.
+// SAFETY: every thread reads and writes the words as volatile words.
 unsafe impl Send for HostWords {}
-// SAFETY: as above.
+// SAFETY: every thread reads and writes the words as volatile words.
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
@@ -218,32 +219,32 @@ impl HostWords {
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
         // SAFETY: the out pointer lives through the call.
         checked(unsafe { sys::cuMemHostAlloc(&mut address, 8 * Self::COUNT, flags) }, "cuMemHostAlloc")?;
-        // SAFETY: new memory of that size.
+        // SAFETY: this is new memory of that size.
         unsafe { address.cast::<u64>().write_bytes(0, Self::COUNT) };
         Ok(HostWords(address.cast()))
     }
 
-    /// As the device sees it: with unified addressing the same.
+    /// The address of the words on the host and, because of unified addressing, on the device too.
     pub fn address(&self) -> *mut u64 {
         self.0
     }
 
     pub fn read(&self, i: usize) -> u64 {
         assert!(i < Self::COUNT);
-        // SAFETY: inside the allocation.
+        // SAFETY: word i is inside the allocation.
         unsafe { self.0.add(i).read_volatile() }
     }
 
     pub fn write(&self, i: usize, word: u64) {
         assert!(i < Self::COUNT);
-        // SAFETY: inside the allocation.
+        // SAFETY: word i is inside the allocation.
         unsafe { self.0.add(i).write_volatile(word) }
     }
 }
 
 impl Drop for HostWords {
     fn drop(&mut self) {
-        // SAFETY: allocated above, freed once.
+        // SAFETY: `new` allocated this memory, and it is freed once.
         unsafe {
             let _ = sys::cuMemFreeHost(self.0.cast());
         }

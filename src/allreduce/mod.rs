@@ -65,7 +65,7 @@ pub fn allreduce_finish<'py>(
     })
 }
 
-/// One rank's bytes, aligned for every dtype.
+/// The bytes of one rank, aligned for every dtype.
 enum Message<'py> {
     Tensor(Borrowed<'py>),
     Copy(Vec<u64>),
@@ -75,7 +75,7 @@ impl<'py> Message<'py> {
     fn read(object: &Bound<'py, PyAny>, bytes: usize, contract: &mut Contract<'_>) -> Result<Message<'py>> {
         let copy = |from: *const u8| {
             let mut copy: Vec<u64> = try_filled(bytes.div_ceil(8), "an aligned copy of a message")?;
-            // SAFETY: `bytes` bytes, checked below before this is called.
+            // SAFETY: both callers have checked that `from` has `bytes` bytes.
             unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr().cast::<u8>(), bytes) };
             Ok(Message::Copy(copy))
         };

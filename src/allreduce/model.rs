@@ -1,10 +1,11 @@
 //! The protocol played step by step: ranks, their slots, and stores that become visible in any order, half a chunk at a time.
 //!
-//! A step makes one store visible, or lets one thread read one half of a slot. Everything else follows at once: what a thread sends
-//! can wait in flight for as long as it likes, so sending early loses no behaviour. Every received half is compared with what its sender had, so
-//! lost, stale and mixed data all show; a state in which nobody can go on is a hang, and there the deadline fires.
+//! A step makes one store visible, or lets one thread read one half of a slot. Everything else follows at once: what a thread sends can
+//! wait in flight for as long as it likes, so sending early loses no behaviour. Every received half is compared with what its sender had,
+//! so lost, stale and mixed data all show. A state in which nobody can go on is a hang, and there the deadline fires.
 //!
-//! Two ranks are played exhaustively, four and eight at random. Every rule of the protocol can be broken; each broken one must be found out.
+//! Two ranks are played exhaustively, four and eight at random. Every rule of the protocol can be broken, and each broken rule must be
+//! found out.
 
 use super::protocol::{is_written, parity, sendable, Algorithm, Chunk, Fault, FaultKind, EMPTY};
 use std::collections::hash_map::DefaultHasher;
@@ -35,13 +36,13 @@ struct Rules {
     empties: bool,
     /// One-shot slots and headers take turns by epoch.
     oneshot_turns: bool,
-    /// So do scatter slots.
+    /// Scatter slots take turns by epoch.
     scatter_turns: bool,
     /// Emptying stores are visible before the next call begins.
     drains: bool,
-    /// Both halves of a chunk are looked at.
+    /// A reader tests both halves of a chunk.
     both_halves: bool,
-    /// What looks empty is replaced before it is sent.
+    /// A sender replaces words that look empty before it sends them.
     replaces: bool,
     /// Calls without tokens exchange headers too.
     headers_always: bool,
@@ -49,7 +50,7 @@ struct Rules {
     epoch_grows: bool,
     /// Headers are compared.
     compares: bool,
-    /// Waits end.
+    /// A wait ends at its deadline.
     deadline: bool,
 }
 
@@ -68,15 +69,15 @@ const PROTOCOL: Rules = Rules {
 
 struct Scenario {
     rules: Rules,
-    /// Of each rank.
+    /// Calls of each rank, in order.
     calls: Vec<Vec<Call>>,
-    /// May die at any step.
+    /// The rank that may die at any step.
     killed: Option<usize>,
-    /// Deadlines may fire at any poll, not only when nobody can go on: a rank that is merely late.
+    /// Whether deadlines may fire at any poll, not only when nobody can go on. This plays a rank that is merely late.
     hasty: bool,
     /// Chunks that one rank owns come in runs of this many: with a large one the last ranks own nothing.
     run: usize,
-    /// Chunks arrive whole: fewer states where it is not the halves that matter.
+    /// Whether chunks arrive whole. Scenarios in which the halves do not matter have fewer states then.
     whole: bool,
 }
 
@@ -102,7 +103,7 @@ impl Scenario {
         self.calls.len()
     }
 
-    /// A header is one 8-byte word, data are chunks of two.
+    /// Halves of a slot. A header is one 8-byte word; a chunk of data has two.
     fn halves(&self, region: Region) -> usize {
         if self.whole || region == Region::Header {
             1
@@ -118,7 +119,7 @@ impl Scenario {
 
 /// Most chunks of a call.
 const CHUNKS: usize = 4;
-/// Epochs wrap in the middle of a test.
+/// The first epoch of a scenario. From it, epochs wrap in the middle of a test.
 const FIRST_EPOCH: u32 = u32::MAX - 1;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -144,19 +145,19 @@ struct Cell {
 struct Store {
     owner: usize,
     writer: usize,
-    /// None: the error word, which the first store wins.
+    /// The cell that the store writes, or None for the error word, which the first store wins.
     cell: Option<Cell>,
     value: u64,
 }
 
-/// A thread that waits for slots: of all peers for a header, a one-shot chunk or a sum to be made, of the owner for a sum.
+/// A thread that waits for slots. It waits for all peers for a header, a one-shot chunk or a sum to be made, and for the owner for a sum.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Thread {
     region: Region,
     chunk: usize,
-    /// Whose slots are still to be read, this one first.
+    /// The ranks whose slots are still to be read. The first entry is the next to be read.
     from: Vec<usize>,
-    /// The first half, once read.
+    /// The word of the first half, once it was read.
     first: Option<u32>,
 }
 
@@ -174,7 +175,7 @@ struct Rank {
     call: usize,
     epoch: u32,
     threads: Vec<Thread>,
-    /// What is not empty, in order of cells.
+    /// The cells that are not empty, in order of cells.
     memory: Vec<(Cell, u32)>,
     error: u64,
 }
@@ -212,7 +213,7 @@ enum Step {
     Die(usize),
 }
 
-/// What went wrong.
+/// A description of what went wrong.
 type Violation = String;
 
 /// The word that one half of a rank's input holds; some inputs are raw bits that look empty.
@@ -349,7 +350,7 @@ impl State {
     fn steps(&self, scenario: &Scenario) -> Vec<Step> {
         let mut steps = Vec::new();
         for (i, store) in self.flying.iter().enumerate() {
-            // One writer's stores to one place stay in order; sorted, they are neighbours.
+            // The stores of one writer to one place stay in order. They are neighbours because the list is sorted.
             let place = |s: &Store| (s.owner, s.writer, s.cell);
             if i == 0 || place(&self.flying[i - 1]) != place(store) {
                 steps.push(Step::Arrive(i));
@@ -366,7 +367,7 @@ impl State {
                 if half == 1 || Self::looks_written(scenario, 0, self.load(scenario, r, thread, 0)) {
                     steps.push(Step::Read(r, t));
                 }
-                // Who waits for a sum of its own waits for its own reducing thread, which knows the peer.
+                // A thread that waits for a sum of its own rank waits for the reducing thread of that rank, which knows the peer.
                 if thread.from[0] != r {
                     waiting.push(Step::TimeOut(r, t));
                 }
@@ -440,7 +441,8 @@ impl State {
             }
             Step::Read(rank, thread) => self.read(scenario, rank, thread)?,
         }
-        // States that differ in the order of unrelated stores are one; the sort keeps one writer's stores to one place in order.
+        // States that differ only in the order of unrelated stores become one state. The sort keeps one writer's stores to one place in
+        // order.
         self.flying.sort_by_key(|store| (store.owner, store.writer, store.cell));
         Ok(())
     }
@@ -467,7 +469,7 @@ impl State {
         };
         let header_taken = thread.region == Region::Header && !scenario.rules.compares;
         if thread.region == Region::Header && !header_taken && (first, word) != (own, own) {
-            // Anything but another call's whole header would be data that came apart.
+            // A header that is not another call's whole header is data that came apart.
             let known = scenario.calls[peer].get(call).map(|&theirs| header(theirs));
             if known != Some(first) || first != word {
                 return Err(format!("rank {rank}, call {call}: header {first:x} {word:x} of rank {peer}"));
@@ -500,7 +502,7 @@ impl State {
         Ok(())
     }
 
-    /// When nothing can happen any more.
+    /// Judges a state in which nothing can happen any more.
     fn verdict(&self, scenario: &Scenario) -> Result<(), Violation> {
         let agree = scenario.calls.iter().all(|calls| calls == &scenario.calls[0]);
         for (r, rank) in self.ranks.iter().enumerate() {
@@ -537,7 +539,7 @@ impl State {
     }
 }
 
-/// Every order of steps; the number of different states.
+/// Plays every order of steps, and gives the number of different states.
 fn exhaust(scenario: &Scenario) -> Result<usize, Violation> {
     let first = State::new(scenario);
     let mut seen = HashSet::from([first.fingerprint()]);
@@ -558,7 +560,7 @@ fn exhaust(scenario: &Scenario) -> Result<usize, Violation> {
     Ok(seen.len())
 }
 
-/// xorshift64*: reproducible, no dependency.
+/// xorshift64*: a reproducible generator without a dependency.
 struct Random(u64);
 
 impl Random {
@@ -570,7 +572,7 @@ impl Random {
     }
 }
 
-/// One random order of steps, with a rank that is slow to compute and one whose stores travel slowly.
+/// Plays one random order of steps, with a rank that is slow to compute and one whose stores travel slowly.
 fn wander(scenario: &Scenario, seed: u64) -> Result<(), Violation> {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
     let (slow, far) = (random.below(scenario.ranks()), random.below(scenario.ranks()));

@@ -36,7 +36,7 @@ pub struct Operands<'py> {
     weight_bias: f64,
 }
 
-/// Checked operands.
+/// The operands of one call after the checks.
 pub struct Checked<'a, 'py> {
     given: &'a Operands<'py>,
     pattern: &'static Pattern,
@@ -55,7 +55,7 @@ pub struct Checked<'a, 'py> {
     experts: Option<Experts<'py>>,
 }
 
-/// Where the MoE patterns take their contribution from.
+/// The operands from which the MoE patterns take a rank's contribution.
 struct Experts<'py> {
     rows: Borrowed<'py>,
     table: Option<Borrowed<'py>>,
@@ -76,7 +76,8 @@ pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
     Ok(())
 }
 
-/// Inputs that an output of rows may be itself: kernels read a row whole before they write it. A rank's own message is its input.
+/// Inputs that may be the same tensor as an output of rows: kernels read a row whole before they write it. A rank's own message is its
+/// input.
 const ROWS: &[&str] = &["input", "residual_in", "messages"];
 
 fn input<'py>(
@@ -96,14 +97,14 @@ fn output<'py>(
 }
 
 impl<'py> Operands<'py> {
-    /// The checked operands, and the contract that has borrowed them: who runs the call finishes it.
+    /// The checked operands, and the contract that has borrowed them. The function that runs the call finishes the contract.
     pub fn check(&self) -> Result<(Checked<'_, 'py>, Contract<'static>)> {
         let Some(pattern) = usize::try_from(self.pattern).ok().and_then(|i| PATTERNS.get(i)) else {
             let known: Vec<String> = PATTERNS.iter().enumerate().map(|(i, p)| format!("{i} {}", p.name)).collect();
             contract!("pattern: expected one of {}; got {}", known.join(", "), self.pattern);
         };
         self.presence(pattern)?;
-        // What gives the result its shape and dtype. The MoE patterns' input is rows of experts, or nothing they read.
+        // The leader gives the result its shape and dtype. In the MoE patterns `input` cannot: it is rows of experts, or is not read.
         let (leader, name) = match pattern.source {
             Source::Input => (Some(&self.input), "input"),
             _ => (self.residual_in.as_ref(), "residual_in"),
@@ -176,12 +177,12 @@ impl<'py> Operands<'py> {
             scale_factor,
             experts,
         };
-        // Who runs the call adds nothing that is written to a caller's tensor: the caller's operands are compared now.
+        // The function that runs the call adds no outputs of the caller, so the caller's operands are compared now.
         contract.finish()?;
         Ok((checked, contract))
     }
 
-    /// Refuses what a pattern needs and has not, and tensors that it neither reads nor writes.
+    /// Refuses a call without a tensor that its pattern needs, and tensors that the pattern neither reads nor writes.
     fn presence(&self, pattern: &Pattern) -> Result<()> {
         let moe = pattern.source != Source::Input;
         let narrow = pattern.narrow != Narrow::None;
@@ -189,7 +190,7 @@ impl<'py> Operands<'py> {
         let finalize = pattern.source == Source::MoeFinalize;
         let reduction = pattern.source == Source::MoeReduction;
         let quantised = narrow && (!moe || self.quant_out.is_some());
-        // (name, given, needed, allowed)
+        // Columns: name, given, needed, allowed.
         let table = [
             ("output", self.output.is_some(), !pattern.norm, !pattern.norm || reduction),
             ("residual_in", self.residual_in.is_some(), pattern.norm, pattern.norm),
@@ -203,7 +204,7 @@ impl<'py> Operands<'py> {
                 quantised && pattern.narrow != Narrow::Fp8,
                 quantised && pattern.narrow != Narrow::Fp8,
             ),
-            // A number that happens to be passed does no harm where it is not read.
+            // A number that happens to be passed does no harm if the pattern does not read it.
             ("scale_factor", self.scale_factor.is_some(), quantised && scaled, true),
             ("block_quant_group_size", self.block_quant_group_size.is_some(), pattern.narrow == Narrow::Groups, true),
             ("expanded_idx_to_permuted_idx", self.expanded_idx_to_permuted_idx.is_some(), finalize, finalize),
@@ -230,7 +231,7 @@ impl<'py> Operands<'py> {
         Ok(())
     }
 
-    /// input [rows, H], expanded_idx_to_permuted_idx int32 [T, k], expert_scale_factor [T, k].
+    /// Checks the operands of MoeFinalize: input [rows, H], expanded_idx_to_permuted_idx int32 [T, k], expert_scale_factor [T, k].
     fn finalize(&self, shared: Option<Borrowed<'py>>, elem: Elem, contract: &mut Contract<'_>) -> Result<Experts<'py>> {
         let rows = contract.input("input", &self.input)?;
         contract.check("input", &rows, &[Dim::Named("rows"), Dim::Named("hidden")], &[elem])?;
@@ -243,9 +244,9 @@ impl<'py> Operands<'py> {
             let slots = table.numel() as usize;
             let numbers = match slots {
                 0 => &[],
-                // Looking at them would wait for the GPU; kernels do.
+                // On a GPU, checking the row numbers here would wait for the GPU. Kernels check them.
                 _ if table.place != Place::Cpu => &[],
-                // SAFETY: a contiguous int32 CPU tensor.
+                // SAFETY: the table is a contiguous int32 CPU tensor with `slots` elements.
                 _ => unsafe { std::slice::from_raw_parts(table.data.cast::<i32>(), slots) },
             };
             if let Some((slot, &row)) = numbers.iter().enumerate().find(|(_, &row)| row < -1 || row as i64 >= count) {
@@ -259,7 +260,8 @@ impl<'py> Operands<'py> {
         Ok(Experts { rows, table, weights, shared, slots: contract.get("top_k") })
     }
 
-    /// moe_reduction_active_experts_token_input [E T, H], moe_reduction_scale_input fp32 [E, T], moe_reduction_token_input [T, H].
+    /// Checks the operands of MoeReduction: moe_reduction_active_experts_token_input [E T, H], moe_reduction_scale_input fp32 [E, T],
+    /// moe_reduction_token_input [T, H].
     fn reduction(
         &self,
         shared: Option<Borrowed<'py>>,
@@ -340,7 +342,7 @@ impl<'py> Operands<'py> {
                 }
                 let half = [Dim::Named("tokens"), Dim::Is("hidden / 2", hidden / 2)];
                 contract.check("quant_out", quant_out, &half, &[Elem::U8, Elem::E2M1_X2])?;
-                // Callers shape it as they like; what counts is the bytes.
+                // Callers give scale_out any shape; only its number of bytes counts.
                 let bytes = layout.bytes(tokens as usize, hidden as usize / 16);
                 let dims = scale_out.shape().iter().map(|&n| Dim::Is("any", n)).collect::<Vec<_>>();
                 contract.check("scale_out", scale_out, &dims, &[Elem::U8, Elem::E4M3, Elem::I32])?;
@@ -359,7 +361,8 @@ impl<'py> Operands<'py> {
         }
     }
 
-    /// scale_factor: a number, or a tensor of one fp32 on the CPU or beside the other operands on `place`, where kernels read it.
+    /// scale_factor: a number, or a tensor of one fp32. The tensor lies on the CPU, or beside the other operands on `place`, where kernels
+    /// read it.
     fn scale(&self, place: Place, contract: &mut Contract<'_>) -> Result<(f32, Option<Borrowed<'py>>)> {
         let Some(object) = &self.scale_factor else { contract!("scale_factor: is missing") };
         if object.getattr_opt("__dlpack__")?.is_none() {
@@ -380,7 +383,7 @@ impl<'py> Operands<'py> {
         if tensor.place != Place::Cpu {
             return Ok((1.0, Some(tensor)));
         }
-        // SAFETY: one float32 on the CPU.
+        // SAFETY: the tensor is one float32 on the CPU.
         Ok((unsafe { tensor.data.cast::<f32>().read_unaligned() }, None))
     }
 }
@@ -410,7 +413,7 @@ impl<'py> Checked<'_, 'py> {
         }
     }
 
-    /// The tensor that gives the result its shape, where kernels can read and write all tensors in chunks.
+    /// The tensor that gives the result its shape. It is an error if kernels cannot read and write all tensors in chunks.
     pub fn on_gpu(&self) -> Result<&Borrowed<'py>> {
         let experts = self.experts.as_ref();
         let tensors = [
@@ -446,15 +449,15 @@ impl<'py> Checked<'_, 'py> {
         }
     }
 
-    /// The rows that are this rank's contribution; null where experts' rows are.
+    /// The rows that are this rank's contribution. Null if the contribution comes from experts' rows.
     pub fn input(&self) -> *const u8 {
         read(&self.input)
     }
 
-    /// Where the contribution of a MoE pattern comes from, for kernels.
+    /// The experts' rows from which kernels make the contribution of a MoE pattern.
     pub fn expert_rows(&self) -> Option<ExpertRows> {
         let experts = self.experts.as_ref()?;
-        // Null would mean that there are none; of an empty tensor nothing is read.
+        // A null pointer would mean that there are no experts' rows. Kernels read nothing of an empty tensor, so any other address serves.
         let rows = if experts.rows.data.is_null() { read(&self.residual_in) } else { experts.rows.data.cast_const() };
         Some(ExpertRows {
             rows,

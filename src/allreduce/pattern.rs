@@ -1,6 +1,6 @@
 //! flashinfer's fusion patterns: what each reads and writes.
 
-/// What is made of the norm besides itself.
+/// The quantised output that is made of the norm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Narrow {
     None,
@@ -10,26 +10,26 @@ pub enum Narrow {
     Nvfp4,
     /// e4m3 with power-of-two group scales, packed.
     Groups,
-    /// e4m3 with a scale a token.
+    /// e4m3 with one scale for each token.
     PerToken,
 }
 
-/// Where a rank's contribution comes from.
+/// The source of a rank's contribution.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
     Input,
-    /// Experts' rows, all experts of this rank for every token.
+    /// Rows of experts: all experts of this rank for every token.
     MoeReduction,
-    /// Rows of the second GEMM through a slot table.
+    /// Rows of the second GEMM, found through a table of slots.
     MoeFinalize,
 }
 
-/// One row of the table.
+/// One row of the table of patterns.
 #[derive(Clone, Copy, Debug)]
 pub struct Pattern {
     pub name: &'static str,
     pub source: Source,
-    /// Residual and norm; without them only `output` is written.
+    /// Whether the pattern has a residual and a norm. Without them only `output` is written.
     pub norm: bool,
     pub norm_out: bool,
     pub narrow: Narrow,
@@ -39,7 +39,8 @@ const fn plain(name: &'static str, norm_out: bool, narrow: Narrow) -> Pattern {
     Pattern { name, source: Source::Input, norm: true, norm_out, narrow }
 }
 
-/// Indexed by flashinfer's value (flashinfer/comm/trtllm_ar.py, AllReduceFusionPattern). In the MoE patterns every output is optional.
+/// The patterns, indexed by flashinfer's value (flashinfer/comm/trtllm_ar.py, AllReduceFusionPattern). In the MoE patterns every output is
+/// optional.
 pub const PATTERNS: [Pattern; 12] = [
     Pattern { name: "kAllReduce", source: Source::Input, norm: false, norm_out: false, narrow: Narrow::None },
     plain("kARResidualRMSNorm", true, Narrow::None),

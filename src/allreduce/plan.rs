@@ -1,5 +1,5 @@
-//! How an all-reduce is launched on a GPU: a function of shape, ranks and device. Ranks must agree on the algorithm alone; slots belong to
-//! chunks, not to CTAs.
+//! How an all-reduce is launched on a GPU: a function of shape, ranks and device. Ranks need to agree only on the algorithm, because slots
+//! belong to chunks, not to CTAs.
 
 use super::pattern::{Narrow, Source, PATTERNS};
 use super::protocol::{algorithm, owned, Algorithm, Layout, Shape, CHUNK_BYTES};
@@ -10,27 +10,27 @@ use crate::params::Dtype;
 use crate::variants::allreduce::{one_shot, two_shot, RANKS_SERVED};
 use crate::variants::{Element, Variant, Work};
 
-/// Chunks of a row that the kernels can hold; without clusters a CTA's threads.
+/// Chunks of a row that the kernels can hold. Without clusters, the limit is the number of threads of a CTA.
 const MAX_ROW_CHUNKS: u32 = 4096;
-/// Up to here several CTAs of a cluster share a row: at 1 x 7168 8 CTAs take 3.10 us where one takes 3.80 (H200, two ranks). With many rows
-/// the cluster's barrier costs more than it gains.
+/// The most tokens for which several CTAs of a cluster share a row. At 1 x 7168, 8 CTAs take 3.10 us where one takes 3.80 (H200, two
+/// ranks). With many rows the cluster's barrier costs more than it gains.
 const FEW_TOKENS: u32 = 32;
 const LANES: u32 = 32;
 
-/// One launch.
+/// The launch of one all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllReducePlan {
     pub algorithm: Algorithm,
     pub launch: Launch,
     /// Chunks of a row.
     pub row_chunks: u32,
-    /// Two-shot: chunks that one rank owns, CTAs of scatter, reduce and finish.
+    /// Two-shot: chunks that one rank owns.
     pub range: u32,
     pub stages: [u32; 3],
 }
 
 impl AllReducePlan {
-    /// `use_oneshot` is what the caller prefers; it counts where the workspace has room and kernels exist.
+    /// `use_oneshot` is the algorithm that the caller prefers. It counts if the workspace has room for it and kernels exist.
     pub fn new(shape: &Shape, layout: &Layout, device: &Device, use_oneshot: Option<bool>) -> Result<AllReducePlan> {
         let (element, item) = match shape.dtype {
             Dtype::F32 => (Element::F32, 4),
@@ -64,7 +64,7 @@ impl AllReducePlan {
     }
 }
 
-/// The least that a pattern needs.
+/// The least work that serves a pattern.
 fn work(pattern: u8) -> Work {
     match PATTERNS.get(pattern as usize) {
         Some(p) if !p.norm => Work::Sum,
@@ -81,7 +81,8 @@ pub fn serves(ranks: u32) -> Result<()> {
     Err(Error::Unsupported(format!("world_size: all-reduces on GPUs serve {RANKS_SERVED:?} ranks, got {ranks}")))
 }
 
-/// One chunk a thread. As many rows at once as fit; each cluster pushes its next row before it waits for the present one.
+/// The one-shot launch: one chunk for each thread, and as many rows at once as fit. Each cluster pushes its next row before it waits for
+/// the present one.
 fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
     let wanted = match (tokens <= FEW_TOKENS, row_chunks) {
         _ if device.arch < Arch::SM90 => 1,
@@ -89,7 +90,7 @@ fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
         (true, _) => 4,
         (false, _) => row_chunks.div_ceil(1024).next_power_of_two(),
     };
-    // A warp at least for each CTA.
+    // Each CTA has at least one warp.
     let warps = row_chunks.div_ceil(LANES);
     let cluster = (0..=3).rev().map(|i| 1 << i).find(|&n| n <= wanted && n <= warps).unwrap_or(1);
     let kernel = one_shot(element, ranks, work, work == Work::Norm && cluster == 1);
@@ -99,8 +100,8 @@ fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
     AllReducePlan { algorithm: Algorithm::OneShot, launch, row_chunks, range: 0, stages: [0; 3] }
 }
 
-/// All CTAs that are resident together: 1/12 scatter, 1/4 reduce, the rest finishes (H200: a scatter of 1/4 changes 3 %, a reduce of 1/8
-/// costs 17 %, a finish of 1/4 19 %).
+/// The two-shot launch, of all CTAs that are resident together. 1/12 of them scatter, 1/4 reduce, the rest finish. On an H200 a scatter of
+/// 1/4 changes 3 %, a reduce of 1/8 costs 17 %, and a finish of 1/4 costs 19 %.
 fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u32, device: &Device) -> AllReducePlan {
     let chunks = work.chunks().iter().copied().find(|n| row_chunks <= n * 512).unwrap_or(MAX_ROW_CHUNKS / 512);
     let kernel = two_shot(element, ranks, work, chunks);
@@ -195,7 +196,7 @@ mod tests {
         AllReducePlan::new(&shape, &layout, &Device::typical(Arch(arch)), use_oneshot).unwrap()
     }
 
-    /// Few tokens have many CTAs for each row, many tokens as few as a row fits in; below Hopper there are no clusters.
+    /// With few tokens, a row has many CTAs. With many tokens, it has as few CTAs as it fits in. Below Hopper there are no clusters.
     #[test]
     fn clusters_of_rows() {
         let few = FEW_TOKENS;
@@ -210,7 +211,7 @@ mod tests {
             (90, few + 1, 16384, 2, 1024),
             (90, few + 1, 8192, 1, 1024),
             (90, few + 1, 8200, 2, 544),
-            // A warp at least for each CTA.
+            // Each CTA has at least one warp.
             (90, 1, 64, 1, 32),
             (90, 1, 512, 2, 32),
             (80, 1, 7168, 1, 896),
@@ -231,7 +232,7 @@ mod tests {
                 (resident(&kernel, block, &device) / cluster).min(tokens),
                 "{tokens} x {hidden}"
             );
-            // The kernel of one CTA a row is for the norm, where nothing else has to be kept.
+            // The kernel with one CTA for each row serves the norm only, which needs nothing else to be kept.
             let Variant { flag: alone, work, .. } = kernel;
             assert_eq!(kernel.family, Family::AllReduceOneShot);
             assert_eq!((work, alone), (Work::Norm, cluster == 1));
@@ -245,7 +246,7 @@ mod tests {
         let expected = [Work::Sum, Work::Norm, Work::All, Work::All, Work::All, Work::All];
         let got: Vec<Work> = (0..6).map(work).collect();
         assert_eq!(got, expected);
-        // Rows that come from experts, and patterns that there are not.
+        // Patterns whose rows come from experts, and pattern numbers that do not exist, need all the work.
         assert!((6..12).chain([200]).all(|pattern| work(pattern) == Work::All));
     }
 

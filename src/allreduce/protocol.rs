@@ -1,41 +1,43 @@
-//! The protocol between GPUs, as pure functions: what lies where in a rank's workspace, what is sent, when a slot is full, which of the two
+//! The protocol between GPUs, as pure functions: the layout of a rank's workspace, what is sent, when a slot is full, which of the two
 //! algorithms a message takes, and the words that name a call and a fault. `model.rs` plays it against every order in which stores can
 //! become visible.
 //!
 //! Data is its own flag: a slot is empty until its peer's data is in it, and its reader empties it again in the same call, after reading.
-//! Per call and pair of ranks there is one header chunk, which names the call's shape, and the data chunks.
+//! For each call and pair of ranks there is one header chunk, which names the call's shape, and the data chunks.
 //!
-//! Two buffers by epoch parity are enough: a peer writes call e + 2 only after it got our part of call e + 1, which we sent after our call e
-//! had ended with its slots empty. Three rules carry that sentence, and the model fails without any of them: every call, also one of no
-//! tokens, exchanges headers; emptying stores are visible before the next call begins (the end of a kernel); ranks make the same calls in
-//! the same order. Sums that owners send out need one buffer: an owner sends a sum of call e + 1 only after it got our part of it.
-//! A wait for a sum that this rank itself makes names no peer: the thread that makes it is the one to report whom it lacks. Kernels let every
-//! wait for a sum last two deadlines, so that its maker, who waits too, speaks first.
+//! Two buffers by epoch parity are enough. A peer writes call e + 2 only after it got our part of call e + 1. We sent that part after our
+//! call e had ended with its slots empty. Three rules are necessary for this, and the model fails without any of them. Every call, also one
+//! of no tokens, exchanges headers. Emptying stores are visible before the next call begins (the end of a kernel). Ranks make the same
+//! calls in the same order. Sums that owners send out need one buffer: an owner sends a sum of call e + 1 only after it got our part of it.
+//!
+//! A wait for a sum that this rank itself makes names no peer: the thread that makes the sum reports the peer that it waits for. Kernels
+//! let every wait for a sum last two deadlines. So the thread that makes the sum, which waits too, reports first.
 
 use crate::params::Dtype;
 
 /// Largest group that the layout serves.
 pub const MAX_RANKS: usize = 8;
-/// The widest store of a thread.
+/// Bytes of a chunk: the widest store of a thread.
 pub const CHUNK_BYTES: u64 = 16;
 /// Slots and ranges start at multiples of a memory line: stores that straddle lines cost 7 % of the whole two-shot (H200).
 pub const LINE_BYTES: u64 = 128;
-/// Control words at the start of a workspace: error word, epoch, arrivals, and two header chunks a rank.
+/// Bytes of the control words at the start of a workspace: error word, epoch, arrivals, and two header chunks for each rank.
 pub const CONTROL_BYTES: u64 = 1024;
 
-/// Sixteen bytes as the wire sees them. PTX promises that each 8-byte half arrives whole, not that both arrive together.
+/// Sixteen bytes as the wire sees them. PTX promises that each 8-byte half arrives whole, but not that both halves arrive together.
 pub type Chunk = [u32; 4];
 
-/// What an empty slot holds: memset(0xFF). As bf16 or f16 two NaNs, as f32 one, that no conversion or addition produces (those give
-/// 0x7FFF and 0x7FFFFFFF), so only a caller's raw bits can hold it. Zeros of either sign and subnormals are ordinary values.
+/// The word that an empty slot holds, written by memset(0xFF). It reads as two NaNs in bf16 or f16, and as one NaN in f32. No conversion or
+/// addition produces these NaNs (they give 0x7FFF and 0x7FFFFFFF), so only a caller's raw bits can hold the word. Zeros of either sign and
+/// subnormals are ordinary values.
 pub const EMPTY: u32 = 0xFFFF_FFFF;
-/// Goes in place of EMPTY: a NaN (two, for 16-bit types) as well.
+/// The word that is sent in place of EMPTY. It is a NaN as well (two NaNs in 16-bit types).
 pub const OTHER_NAN: u32 = 0x7FFF_FFFF;
 
-/// One word of each half is looked at.
+/// The words that are tested: one word of each half.
 const TESTED: [usize; 2] = [0, 2];
 
-/// A chunk that never looks empty, with the same values but for a NaN's payload.
+/// A chunk that never looks empty. Its values are those of `chunk`, except for the payload of a NaN.
 pub fn sendable(mut chunk: Chunk) -> Chunk {
     for word in TESTED {
         if chunk[word] == EMPTY {
@@ -45,12 +47,13 @@ pub fn sendable(mut chunk: Chunk) -> Chunk {
     chunk
 }
 
-/// Whether both halves have arrived. Compares bits: as floats a flushed subnormal or a zero could look like something else.
+/// Whether both halves have arrived. It compares bits, because a comparison of floats could take a flushed subnormal or a zero for
+/// something else.
 pub fn is_written(chunk: Chunk) -> bool {
     TESTED.iter().all(|&word| chunk[word] != EMPTY)
 }
 
-/// Which of the two slots of a pair a call uses.
+/// The number of the slot, of the two of a pair, that a call uses.
 pub fn parity(epoch: u32) -> usize {
     (epoch & 1) as usize
 }
@@ -58,14 +61,15 @@ pub fn parity(epoch: u32) -> usize {
 /// How a message travels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
-    /// Everybody sends everything to everybody: (N - 1) x bytes, one trip.
+    /// Every rank sends everything to every rank: (N - 1) x bytes, one trip.
     OneShot,
-    /// Ranges to their owners, sums back: 2 (N - 1) / N x bytes, two trips.
+    /// Ranks send ranges to their owners, and owners send sums back: 2 (N - 1) / N x bytes, two trips.
     TwoShot,
 }
 
-/// A function of bytes and ranks alone, so that all ranks agree. Two ranks send the same bytes either way and save a trip in one shot. Four:
-/// 560 KB took the same either way, less was faster in one shot, 672 KB in two (H200). Eight: not measured, scaled by the bytes on the wire.
+/// The algorithm of a message: a function of bytes and ranks alone, so that all ranks agree. Two ranks send the same bytes either way and
+/// save a trip in one shot. With four ranks, 560 KB took the same time either way, smaller messages were faster in one shot, and 672 KB in
+/// two (H200). For eight ranks the limit was not measured but scaled by the bytes on the wire.
 pub fn algorithm(bytes: u64, ranks: usize) -> Algorithm {
     if bytes <= oneshot_limit(ranks) {
         Algorithm::OneShot
@@ -86,14 +90,14 @@ fn oneshot_limit(ranks: usize) -> u64 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layout {
     pub ranks: usize,
-    /// Bytes of one one-shot slot: the largest message of that kind.
+    /// Bytes of one slot of one-shot: the largest one-shot message.
     pub oneshot: u64,
-    /// Bytes of the gathered sums: the largest two-shot message, 0 where there is none.
+    /// Bytes of the gathered sums: the largest two-shot message, or 0 if there is none.
     pub twoshot: u64,
 }
 
 impl Layout {
-    /// For messages of up to `bytes`. `force_oneshot` makes room for all of them in one shot.
+    /// The layout for messages of up to `bytes`. `force_oneshot` makes room for all of them in one shot.
     pub fn new(bytes: u64, ranks: usize, force_oneshot: bool) -> Layout {
         let oneshot = if force_oneshot { bytes } else { bytes.min(oneshot_limit(ranks)) };
         let twoshot = if algorithm(bytes, ranks) == Algorithm::TwoShot { bytes } else { 0 };
@@ -104,7 +108,7 @@ impl Layout {
         }
     }
 
-    /// Where `sender`'s header of a call lies.
+    /// The offset of `sender`'s header of a call.
     pub fn header(&self, epoch: u32, sender: usize) -> u64 {
         LINE_BYTES + (parity(epoch) * MAX_RANKS + sender) as u64 * CHUNK_BYTES
     }
@@ -122,19 +126,20 @@ impl Layout {
         CONTROL_BYTES + 2 * self.ranks as u64 * self.oneshot + 2 * self.twoshot
     }
 
-    /// All of it.
+    /// Bytes of the whole workspace.
     pub fn bytes(&self) -> u64 {
         self.gathered() + self.twoshot
     }
 }
 
-/// Chunks that `owner` sums in two-shot: flat ranges of whole lines, the last ones shorter or empty.
+/// Chunks that `owner` sums in two-shot. They are flat ranges of whole lines; the last ones are shorter or empty.
 pub fn owned(chunks: u64, ranks: usize, owner: usize) -> std::ops::Range<u64> {
     let range = chunks.div_ceil(ranks as u64).next_multiple_of(LINE_BYTES / CHUNK_BYTES);
     (owner as u64 * range).min(chunks)..((owner as u64 + 1) * range).min(chunks)
 }
 
-/// What every rank must agree on, in one word: it travels in the header, so that ranks that disagree say so instead of waiting.
+/// The shape that every rank must agree on. One word holds it and travels in the header, so ranks that disagree report it instead of
+/// waiting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
     pub pattern: u8,
@@ -144,7 +149,7 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Hidden sizes that fit.
+    /// The largest hidden size that fits into the word.
     pub const MAX_HIDDEN: i64 = (1 << 24) - 1;
 
     pub fn word(&self) -> u64 {
@@ -173,7 +178,7 @@ pub enum FaultKind {
     Mismatch = 2,
 }
 
-/// The first fault of a workspace, in the word that the finder writes into every rank's error word. It stays: after a fault slots are not
+/// The first fault of a workspace, in the word that the finder writes into every rank's error word. The fault stays: after it slots are not
 /// empty, so the workspace must be made anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fault {
@@ -184,12 +189,12 @@ pub struct Fault {
 }
 
 impl Fault {
-    /// Never 0.
+    /// The word of this fault, which is never 0.
     pub fn word(&self) -> u64 {
         (self.kind as u64) << 56 | (self.finder as u64) << 48 | (self.peer as u64) << 40 | self.epoch as u64
     }
 
-    /// None for 0 (no fault) and for words that are none.
+    /// The fault that a word names. None for 0 (no fault) and for words that name no fault.
     pub fn from_word(word: u64) -> Option<Fault> {
         let kind = match word >> 56 {
             1 => FaultKind::Timeout,
@@ -218,9 +223,9 @@ mod tests {
                 assert!(half::bf16::from_bits(half).is_nan() && half::f16::from_bits(half).is_nan());
             }
         }
-        // One half there, the other not.
+        // One half has arrived, the other has not.
         assert!(!is_written([1, 1, EMPTY, EMPTY]) && !is_written([EMPTY, EMPTY, 1, 1]) && !is_written([EMPTY; 4]));
-        // Words that are not looked at may hold it.
+        // Words that are not tested may hold EMPTY.
         assert_eq!(sendable([1, EMPTY, 2, EMPTY]), [1, EMPTY, 2, EMPTY]);
     }
 

@@ -1,4 +1,4 @@
-//! What GEMM1's epilogue does with its sums, in fp32.
+//! The activation that GEMM1's epilogue applies to its sums, in fp32.
 
 use std::f32::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 
@@ -7,7 +7,7 @@ use crate::params::{Activation, ActivationKind, GroupedGemmParams};
 /// Whether the activation takes (gate, up) pairs.
 pub fn is_gated(kind: ActivationKind) -> bool {
     use ActivationKind as Kind;
-    matches!(kind, Kind::Swiglu | Kind::Geglu | Kind::GegluTanh | Kind::ExpertSwiglu)
+    matches!(kind, Kind::Swiglu | Kind::Geglu | Kind::GegluTanh | Kind::ExpertSwiglu | Kind::Situ)
 }
 
 /// The activation with an expert's own numbers.
@@ -16,10 +16,11 @@ pub fn is_gated(kind: ActivationKind) -> bool {
 /// `expert_alpha`, `expert_beta` and `expert_limit` hold a number for this expert, or are null.
 pub(super) unsafe fn of_expert(p: &GroupedGemmParams, expert: usize) -> Activation {
     let mut a = p.activation;
-    if a.kind != ActivationKind::ExpertSwiglu {
-        return a;
+    match a.kind {
+        ActivationKind::ExpertSwiglu => a.kind = ActivationKind::Swiglu,
+        ActivationKind::Situ => {}
+        _ => return a,
     }
-    a.kind = ActivationKind::Swiglu;
     // SAFETY: the caller's contract.
     let own = |numbers: *const f32| (!numbers.is_null()).then(|| unsafe { *numbers.add(expert) });
     a.alpha = own(p.expert_alpha).unwrap_or(a.alpha);
@@ -31,7 +32,7 @@ pub(super) unsafe fn of_expert(p: &GroupedGemmParams, expert: usize) -> Activati
     a
 }
 
-/// Replaces `gate` by the activation of it and, for gated kinds, of `up` of the same length. NaN passes every limit.
+/// Replaces `gate` by the activation of `gate` and, for gated kinds, of `up`, which has the same length. NaN passes every limit.
 pub(super) fn apply(a: &Activation, gate: &mut [f32], up: &[f32]) {
     match a.kind {
         ActivationKind::Swiglu => gated(gate, up, |g, u| {
@@ -41,6 +42,7 @@ pub(super) fn apply(a: &Activation, gate: &mut [f32], up: &[f32]) {
         }),
         ActivationKind::Geglu => gated(gate, up, |g, u| gelu(g) * u),
         ActivationKind::GegluTanh => gated(gate, up, |g, u| gelu_tanh(g) * u),
+        ActivationKind::Situ => gated(gate, up, |g, u| situ(g, u, a.alpha, a.beta)),
         ActivationKind::Relu2 => ungated(gate, |x| {
             let x = if x < 0.0 { 0.0 } else { x };
             x * x
@@ -82,7 +84,13 @@ fn gelu_tanh(x: f32) -> f32 {
     0.5 * x * (1.0 + (FRAC_2_PI.sqrt() * (x + 0.044715 * x * x * x)).tanh())
 }
 
-// SAFETY: the C library's error function; std links that library already.
+/// An infinite `linear_beta` leaves `up` as it is, even an infinite `up`.
+fn situ(gate: f32, up: f32, beta: f32, linear_beta: f32) -> f32 {
+    let up = if linear_beta.is_finite() { linear_beta * (up / linear_beta).tanh() } else { up };
+    beta * (gate / beta).tanh() / (1.0 + (-gate).exp()) * up
+}
+
+// SAFETY: `erff` is the C library's error function. std links that library already.
 unsafe extern "C" {
     safe fn erff(x: f32) -> f32;
 }

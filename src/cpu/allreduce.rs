@@ -11,7 +11,7 @@ use crate::params::Dtype;
 pub use crate::quant::nvfp4::ScaleLayout;
 use crate::quant::nvfp4::{amax, power_of_two_above, quantize_block, BLOCK};
 
-/// How a row of the norm is made narrower.
+/// The form in which a row of the norm is quantised.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Quantise {
     None,
@@ -19,24 +19,24 @@ pub enum Quantise {
     Fp8 {
         scale: f32,
     },
-    /// e2m1 pairs, the first in the low nibble, with one e4m3 scale per 16 values: e4m3(scale x amax / 6).
+    /// Pairs of e2m1 codes, the first in the low nibble, with one e4m3 scale per 16 values: e4m3(scale x amax / 6).
     Nvfp4 {
         scale: f32,
         layout: ScaleLayout,
     },
-    /// e4m3 with a power-of-two scale per `group` values: max(amax / 448, 1e-10) rounded up, its exponent byte in column `group / 4` of
-    /// int32 columns that lie `stride` apart.
+    /// e4m3 with a power-of-two scale per `group` values: max(amax / 448, 1e-10) rounded up. The scale of group g is its exponent byte, in
+    /// byte g % 4 of column g / 4. Columns are int32 and lie `stride` apart.
     Groups {
         group: usize,
         stride: usize,
     },
-    /// e4m3 with one fp32 scale a row: max(amax / 448, 2^-9 / 448).
+    /// e4m3 with one fp32 scale for each row: max(amax / 448, 2^-9 / 448).
     PerToken,
 }
 
-/// One call's rows. Pointers are null where the pattern has no such tensor.
+/// The rows of one call. Pointers are null if the pattern has no such tensor.
 pub struct ReduceRows {
-    /// Each rank's [tokens, hidden], in rank order.
+    /// The [tokens, hidden] of each rank, in rank order.
     pub parts: Vec<*const u8>,
     pub tokens: usize,
     pub hidden: usize,
@@ -54,7 +54,7 @@ pub struct ReduceRows {
     pub scale_factor: *const f32,
 }
 
-/// Any NaN becomes the one that GPU conversions give, so that its payload depends on no order of operands.
+/// Replaces any NaN by the one that GPU conversions give, so that the payload of a NaN does not depend on the order of operands.
 pub fn canonical(x: f32) -> f32 {
     if x.is_nan() {
         f32::from_bits(0x7FFF_FFFF)
@@ -76,17 +76,18 @@ pub unsafe fn reduce_rows(p: &ReduceRows, dtype: Dtype) {
     let blocks = p.hidden / BLOCK;
     match p.quantise {
         Quantise::Nvfp4 { layout, .. } if !p.scale_out.is_null() => {
-            // SAFETY: the caller's contract. Zeros in the padding; the rows' own scales follow.
+            // SAFETY: scale_out has this many bytes, by the caller's contract. The padding stays zero; the scales of the rows are written
+            // below.
             unsafe { p.scale_out.write_bytes(0, layout.bytes(p.tokens, blocks)) }
         }
         Quantise::Groups { group, stride } if p.tokens > 0 => {
-            // SAFETY: the columns but the last are `stride` long, the last one ends with the last token.
+            // SAFETY: every column but the last is `stride` long, and the last one ends with the last token.
             unsafe { p.scale_out.write_bytes(0, 4 * ((p.hidden / group).div_ceil(4) * stride - (stride - p.tokens))) }
         }
         _ => {}
     }
     let (shared, hidden) = (Shared(p), p.hidden);
-    // SAFETY: the caller's contract, unchanged; each row is written by one task.
+    // SAFETY: the caller's contract is unchanged, and each row is written by one task.
     for_dtype!(dtype, T => (0..p.tokens).into_par_iter().for_each_init(
         || (vec![0.0f32; hidden], vec![0.0f32; hidden.div_ceil(32)]),
         |(row_values, group_sums), row| unsafe { reduce_row::<T>(shared.get(), row, row_values, group_sums) },
@@ -94,12 +95,12 @@ pub unsafe fn reduce_rows(p: &ReduceRows, dtype: Dtype) {
 }
 
 /// # Safety
-/// As for [`reduce_rows`].
+/// The pointers in `p` are valid for the shape; see [`reduce_rows`]. No other task writes this row.
 unsafe fn reduce_row<T: Element>(p: &ReduceRows, row: usize, values: &mut [f32], group_sums: &mut [f32]) {
     let first = row * p.hidden;
-    // SAFETY: `i` is below the elements of the caller's tensor.
+    // SAFETY: `i` is below the number of elements of the caller's tensor.
     let load = |from: *const u8, i: usize| unsafe { (*from.cast::<T>().add(i)).to_f32() };
-    // SAFETY: as above; this row is this task's.
+    // SAFETY: `i` is below the number of elements of the caller's tensor, and only this task writes this row.
     let store = |to: *mut u8, i: usize, x: T| unsafe { *to.cast::<T>().add(i) = x };
     for (i, value) in values.iter_mut().enumerate() {
         let mut sum = load(p.parts[0], first + i);
@@ -141,8 +142,8 @@ unsafe fn reduce_row<T: Element>(p: &ReduceRows, row: usize, values: &mut [f32],
     }
 }
 
-/// The tree of the kernels: `chunk` values in order per lane (16 bytes of the dtype), a butterfly over 32 lanes, then lane l adds groups
-/// l, l + 32, ... and a butterfly again.
+/// Adds squares in the same tree as the kernels. Each lane adds `chunk` values (16 bytes of the dtype) in order, and a butterfly adds 32
+/// lanes. Then lane l adds groups l, l + 32, ..., and a butterfly adds the lanes again.
 fn sum_of_squares(values: &[f32], chunk: usize, group_sums: &mut [f32]) -> f32 {
     let groups = values.len().div_ceil(32 * chunk);
     for (group, sum) in values.chunks(32 * chunk).zip(group_sums.iter_mut()) {
@@ -169,11 +170,11 @@ fn butterfly(mut lanes: [f32; 32]) -> f32 {
 }
 
 /// # Safety
-/// As for [`reduce_rows`].
+/// The pointers in `p` are valid for the shape; see [`reduce_rows`]. No other task writes this row.
 unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
     let hidden = p.hidden;
     let bytes = if matches!(p.quantise, Quantise::Nvfp4 { .. }) { hidden / 2 } else { hidden };
-    // SAFETY: this row of quant_out, which no other task writes.
+    // SAFETY: the slice is this row of quant_out, which no other task writes.
     let out = unsafe { std::slice::from_raw_parts_mut(p.quant_out.add(row * bytes), bytes) };
     match p.quantise {
         Quantise::None => {}
@@ -188,7 +189,7 @@ unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
             for (out, x) in out.iter_mut().zip(values) {
                 *out = e4m3(x / scale);
             }
-            // SAFETY: one fp32 a row.
+            // SAFETY: scale_out has one fp32 for each row.
             unsafe { *p.scale_out.cast::<f32>().add(row) = scale }
         }
         Quantise::Groups { group, stride } => {
@@ -197,32 +198,32 @@ unsafe fn quantise_row(p: &ReduceRows, row: usize, values: &[f32]) {
                 for (out, x) in out.iter_mut().zip(values) {
                     *out = e4m3(x / scale);
                 }
-                // SAFETY: byte g % 4 of the int32 of this row in column g / 4.
+                // SAFETY: the address is byte g % 4 of the int32 of this row in column g / 4.
                 unsafe { *p.scale_out.add((g / 4 * stride + row) * 4 + g % 4) = (scale.to_bits() >> 23) as u8 }
             }
         }
         Quantise::Nvfp4 { scale, layout } => {
             for (block, (out, values)) in out.chunks_mut(BLOCK / 2).zip(values.chunks(BLOCK)).enumerate() {
                 let code = quantize_block(values, scale, false, out);
-                // SAFETY: the scale of this block.
+                // SAFETY: the address is the scale of this block.
                 unsafe { *p.scale_out.add(layout.offset(row, block, hidden / BLOCK)) = code }
             }
         }
     }
 }
 
-/// What one rank contributes in the MoE patterns.
+/// The contribution of one rank in the MoE patterns.
 pub struct Contribution {
     /// Rows of experts' outputs.
     pub rows: *const u8,
-    /// Row of slot `t * slots + j`, -1 where there is none; null: slot j of token t is row `j * tokens + t`.
+    /// Row of slot `t * slots + j`, or -1 if the slot has none. If the pointer is null, slot j of token t is row `j * tokens + t`.
     pub row_of_slot: *const i32,
     pub weights: *const u8,
-    /// None: all weights are 1.
+    /// None means that all weights are 1.
     pub weight_dtype: Option<Dtype>,
-    /// Added last, null where there is none: [tokens, hidden].
+    /// Rows of the shared expert, [tokens, hidden], which are added last. Null if there are none.
     pub shared: *const u8,
-    /// Sums in slot order in fp32, products rounded before they are added; rounded once.
+    /// Sums in slot order in fp32. Products are rounded before they are added, and sums are rounded once.
     pub out: *mut u8,
     pub tokens: usize,
     pub slots: usize,
@@ -230,10 +231,10 @@ pub struct Contribution {
 }
 
 /// # Safety
-/// Pointers must be valid for the shape, row numbers below the rows there are, `out` apart from everything read.
+/// Pointers must be valid for the shape, row numbers below the number of rows, and `out` apart from everything read.
 pub unsafe fn contribute(p: &Contribution, dtype: Dtype) {
     let (shared, hidden) = (Shared(p), p.hidden);
-    // SAFETY: the caller's contract; each row of `out` is written by one task.
+    // SAFETY: the caller's contract is unchanged, and each row of `out` is written by one task.
     for_dtype!(dtype, T => (0..p.tokens).into_par_iter().for_each_init(
         || vec![0.0f32; hidden],
         |sums, token| unsafe { contribute_row::<T>(shared.get(), token, sums) },
@@ -241,27 +242,27 @@ pub unsafe fn contribute(p: &Contribution, dtype: Dtype) {
 }
 
 /// # Safety
-/// As for [`contribute`].
+/// The pointers in `p` are valid for the shape; see [`contribute`]. No other task writes this token's row of `out`.
 unsafe fn contribute_row<T: Element>(p: &Contribution, token: usize, sums: &mut [f32]) {
     sums.fill(0.0);
-    // SAFETY: a row of one of the caller's tensors.
+    // SAFETY: the slice is a row of one of the caller's tensors.
     let row = |from: *const u8, row: usize| unsafe {
         std::slice::from_raw_parts(from.cast::<T>().add(row * p.hidden), p.hidden)
     };
     for slot in 0..p.slots {
-        // Without a table weights lie expert by expert.
+        // Without a table, rows and weights lie expert by expert.
         let (place, weight_at) = if p.row_of_slot.is_null() {
             (slot * p.tokens + token, slot * p.tokens + token)
         } else {
             let at = token * p.slots + slot;
-            // SAFETY: tokens x slots numbers.
+            // SAFETY: the table has tokens x slots numbers.
             let Ok(place) = usize::try_from(unsafe { *p.row_of_slot.add(at) }) else { continue };
             (place, at)
         };
         let weight = match p.weight_dtype {
             None => 1.0,
             Some(dtype) => for_dtype!(dtype, W => {
-                // SAFETY: tokens x slots weights of this type.
+                // SAFETY: there are tokens x slots weights of this type.
                 unsafe { (*p.weights.cast::<W>().add(weight_at)).to_f32() }
             }),
         };
@@ -274,7 +275,7 @@ unsafe fn contribute_row<T: Element>(p: &Contribution, token: usize, sums: &mut 
             *sum += x.to_f32();
         }
     }
-    // SAFETY: this task's row.
+    // SAFETY: only this task writes this row.
     let out = unsafe { std::slice::from_raw_parts_mut(p.out.cast::<T>().add(token * p.hidden), p.hidden) };
     for (out, &sum) in out.iter_mut().zip(sums.iter()) {
         *out = round(sum);

@@ -5,13 +5,13 @@ use crate::parallel::*;
 use super::{for_dtype, Element, Shared};
 use crate::params::{CombineParams, Dtype};
 
-/// Columns that one task sums; they stay in the nearest cache.
+/// Columns that one task sums. The sums stay in the first-level cache.
 const COLUMNS: usize = 1024;
-/// Elements of `y` below which threads cost more than they give.
+/// Elements of `y` below which threads cost more time than they save.
 const ELEMENTS_PER_TASK: usize = 1 << 15;
 
-/// Sums in slot order in fp32 (products rounded before they are added), times `scale` at the end, rounded once. Skipped
-/// slots add nothing; a token without experts becomes zeros.
+/// Adds the rows of a token, times their weights, in slot order in fp32. Products are rounded before they are added; the sum is multiplied
+/// by `scale` and rounded once. Skipped slots add nothing; a token without experts becomes zeros.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`CombineParams`], every place below the rows of `y`, and `out`
@@ -22,24 +22,24 @@ pub unsafe fn combine(p: &CombineParams, dtype: Dtype) {
 }
 
 /// # Safety
-/// As for [`combine`]; `y` and `out` are of type `T`.
+/// The pointers in `p` are valid for the shapes in [`CombineParams`]; see [`combine`]. `y` and `out` are of type `T`.
 unsafe fn combine_typed<T: Element>(p: &CombineParams) {
-    // Every output row is a sum over its own run of slots: a token's, or one slot.
+    // Every output row is a sum over its own run of slots: the slots of a token, or one slot.
     let (rows, slots) =
         if p.keep_slots { (p.tokens as usize * p.top_k as usize, 1) } else { (p.tokens as usize, p.top_k as usize) };
     let blocks = (p.hidden as usize).div_ceil(COLUMNS);
     let tasks_each = (ELEMENTS_PER_TASK / (slots * COLUMNS).max(1)).max(1);
     let shared = Shared(p);
     (0..rows * blocks).into_par_iter().for_each_least(tasks_each, |i| {
-        // SAFETY: each (row, block) of `out` is written by one task; the rest is the caller's contract.
+        // SAFETY: each (row, block) of `out` is written by one task. The rest is the caller's contract.
         unsafe { combine_block::<T>(shared.get(), i / blocks, slots, i % blocks * COLUMNS) }
     });
 }
 
-/// One output row from column `first` on.
+/// Computes one output row from column `first` on.
 ///
 /// # Safety
-/// As for [`combine_typed`], and no other thread writes this part of `out`.
+/// The pointers in `p` are valid for the shapes in [`CombineParams`]; see [`combine_typed`]. No other thread writes this part of `out`.
 unsafe fn combine_block<T: Element>(p: &CombineParams, row: usize, slots: usize, first: usize) {
     let hidden = p.hidden as usize;
     let columns = (hidden - first).min(COLUMNS);
@@ -51,7 +51,7 @@ unsafe fn combine_block<T: Element>(p: &CombineParams, row: usize, slots: usize,
         if place < 0 {
             continue;
         }
-        // SAFETY: as above where there are weights; `place` is a row of `y`.
+        // SAFETY: `slot` is below tokens * top_k, so it has a weight if there are weights. `place` is a row of `y`.
         let (weight, y) = unsafe {
             let weight = if p.weights.is_null() { 1.0 } else { *p.weights.add(slot) };
             (weight, std::slice::from_raw_parts(p.y.cast::<T>().add(place as usize * hidden + first), columns))
@@ -60,7 +60,7 @@ unsafe fn combine_block<T: Element>(p: &CombineParams, row: usize, slots: usize,
             *sum += weight * y.to_f32();
         }
     }
-    // SAFETY: a part of `out` that only this task touches.
+    // SAFETY: only this task touches this part of `out`.
     let out = unsafe { std::slice::from_raw_parts_mut(p.out.cast::<T>().add(row * hidden + first), columns) };
     for (out, sum) in out.iter_mut().zip(sums) {
         *out = T::from_f32(p.scale * *sum);

@@ -1,4 +1,4 @@
-//! csrc/quant/quantize_rows_e4m3.cuh on host memory.
+//! The kernels of csrc/quant/quantize_rows_e4m3.cuh on host memory.
 
 use super::narrow::{e4m3, e4m3_value};
 use super::{schedule, slice, slice_mut, Shared};
@@ -7,11 +7,11 @@ use crate::params::QuantizeRowsParams;
 use half::bf16;
 use std::sync::LazyLock;
 
-/// The value of every code; exact.
+/// The value of every e4m3 code. bf16 holds each of them exactly.
 static VALUES: LazyLock<[bf16; 256]> =
     LazyLock::new(|| std::array::from_fn(|code| bf16::from_f32(e4m3_value(code as u8))));
 
-/// The scale of a row: amax / 448, or 1 where that is less than the least normal number. NaN counts as the largest.
+/// The scale of a row: amax / 448, or 1 if that is less than the least normal number. NaN counts as the largest.
 fn scale(row: &[bf16]) -> f32 {
     let peak = row.iter().map(|x| x.to_bits() & 0x7FFF).max().unwrap_or(0);
     let scale = bf16::from_bits(peak).to_f32() / 448.0;
@@ -22,10 +22,10 @@ fn scale(row: &[bf16]) -> f32 {
     }
 }
 
-/// Rows that the parameters name: all, or those of a schedule.
+/// Numbers of the rows that the parameters name: all rows, or the rows of a schedule.
 ///
 /// # Safety
-/// `tiles` is null, or it and `tile_count` are a schedule.
+/// `tiles` is null, or `tiles` and `tile_count` are a schedule.
 pub(super) unsafe fn placed_rows(p: &QuantizeRowsParams) -> Vec<usize> {
     if p.tiles.is_null() {
         return (0..p.rows as usize).collect();
@@ -34,10 +34,11 @@ pub(super) unsafe fn placed_rows(p: &QuantizeRowsParams) -> Vec<usize> {
     unsafe { schedule::rows(p.tiles, p.tile_count) }
 }
 
-/// Calls `f(row number, inverse of its scale)` for every row, on many threads; writes the scales.
+/// Calls `f(row number, inverse of its scale)` for every row, on many threads, and writes the scales.
 ///
 /// # Safety
-/// As `QuantizeRowsParams` says; nobody else writes there. `f` may write to x only in the row that it is called for.
+/// The pointers are valid as `QuantizeRowsParams` says, and nobody else writes to `out` and `scales`. `f` may write to x only in the row
+/// that it is called for.
 unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, usize, f32) + Sync) {
     // SAFETY: the caller's contract.
     let rows = unsafe { placed_rows(p) };
@@ -45,7 +46,7 @@ unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, u
     rows.into_par_iter().for_each(|row| {
         let p = shared.get();
         let columns = p.columns as usize;
-        // SAFETY: a row of x, by the caller's contract, and its scale, which this thread alone writes.
+        // SAFETY: the slice is a row of x, by the caller's contract. This thread alone writes the scale.
         let scale = unsafe {
             let scale = scale(slice(p.x.cast::<bf16>().add(row * columns), columns));
             *p.scales.add(row) = scale;
@@ -55,12 +56,12 @@ unsafe fn for_each_row(p: &QuantizeRowsParams, f: impl Fn(&QuantizeRowsParams, u
     });
 }
 
-/// Codes, as the kernel writes them.
+/// Writes the codes that the kernel writes.
 ///
 /// # Safety
-/// As `QuantizeRowsParams` says; nobody else writes to what it points at.
+/// The pointers are valid as `QuantizeRowsParams` says, and nobody else writes to that memory.
 pub unsafe fn quantize_rows_e4m3(p: &QuantizeRowsParams) {
-    // SAFETY: the caller's contract; rows are apart.
+    // SAFETY: the caller's contract; no two rows overlap.
     unsafe {
         for_each_row(p, |p, row, inverse| {
             let (columns, out_columns) = (p.columns as usize, p.out_columns as usize);
@@ -74,13 +75,13 @@ pub unsafe fn quantize_rows_e4m3(p: &QuantizeRowsParams) {
     }
 }
 
-/// The codes' values as bf16 `[rows, columns]`, which `out` holds; `out` may be x.
+/// Writes the values of the codes as bf16 `[rows, columns]` to `out`, which may be x.
 ///
 /// # Safety
-/// As for [`quantize_rows_e4m3`].
+/// The pointers are valid as `QuantizeRowsParams` says, and nobody else writes to that memory.
 pub unsafe fn round_rows_to_e4m3(p: &QuantizeRowsParams) {
     let values = &*VALUES;
-    // SAFETY: as above; no slices, since out may be x.
+    // SAFETY: the caller's contract; no two rows overlap. There are no slices, because `out` may be x.
     unsafe {
         for_each_row(p, |p, row, inverse| {
             let (from, to) = (p.x.cast::<bf16>(), p.out.cast::<bf16>());

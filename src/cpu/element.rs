@@ -5,7 +5,7 @@ use half::{bf16, f16};
 /// An element type that the CPU kernels read and write.
 pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
-    /// To nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     fn from_f32(x: f32) -> Self;
 }
 

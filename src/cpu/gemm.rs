@@ -1,8 +1,8 @@
-//! Grouped GEMM: every tile's token rows times its expert's weight rows, with the activation on the way out.
+//! Grouped GEMM: every tile's token rows times its expert's weight rows, with the activation in the epilogue.
 //!
-//! Work items are (tile, panel of output columns), run on many threads. A panel's weight rows stay in the second-level cache
-//! while the tile's tokens pass in groups, so weights come from memory once a tile. Weights in blocks are expanded once a tile into a
-//! buffer of the thread, just before the first group is multiplied, and from there on are rows like any other.
+//! Work items are (tile, panel of output columns), run on many threads. A panel's weight rows stay in the second-level cache while the
+//! tile's tokens pass in groups, so weights come from memory once for each tile. Weights in blocks are expanded once for each tile into a
+//! buffer of the thread, just before the first group is multiplied. From there on they are rows like any other.
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -27,12 +27,13 @@ const BLOCK_TOKENS: usize = 6;
 const PANEL_BYTES: usize = 256 << 10;
 const MAX_PANEL_COLUMNS: usize = 128;
 
-/// What a block kernel multiplies: every weight row with every token row.
+/// The operands of a block kernel, which multiplies every weight row with every token row.
 struct Operands<'a> {
     weights: [*const u8; BLOCK_ROWS],
-    /// Rows whose bytes are wanted next.
+    /// Rows that the next block reads. Kernels prefetch them.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // scalar code prefetches nothing
     next_weights: [*const u8; BLOCK_ROWS],
-    /// 1 to [`BLOCK_TOKENS`] rows.
+    /// Token rows: 1 to [`BLOCK_TOKENS`] of them.
     tokens: &'a [*const u8],
     k: usize,
 }
@@ -40,7 +41,7 @@ struct Operands<'a> {
 /// Sums of four weight rows, for each token.
 type Sums = [[f32; BLOCK_ROWS]; BLOCK_TOKENS];
 
-/// NOTE: a sum's order may depend on `k` and the kernel only. How many tokens a block has must not show in any bit.
+/// NOTE: a sum's order may depend on `k` and the kernel only. The number of tokens in a block must not change any bit.
 type Block = unsafe fn(&Operands) -> Sums;
 
 fn block_kernel<T: BlockKernels>(set: InstructionSet) -> Block {
@@ -74,40 +75,41 @@ trait BlockKernels: Element {}
 #[cfg(not(target_arch = "x86_64"))]
 impl<T: Element> BlockKernels for T {}
 
-/// Runs every tile of the schedule with the best instructions of this machine. With `blocks`, weights are codes of a format that has them
-/// (of MXFP8 `dtype` is bf16). With `x_scales`, tokens and weights are e4m3, and `dtype` (bf16) is that of the output alone.
+/// Runs every tile of the schedule with the best instructions of this machine. With `blocks`, weights are codes of a format that has blocks
+/// (`dtype` is bf16 for MXFP8). With `x_scales`, tokens and weights are e4m3, and `dtype` (bf16) is that of the output alone.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`GroupedGemmParams`] and the rows that the schedule names; `x`,
 /// `weights` (without `blocks`) and `out` are of type `dtype`, `out` is writable and apart from everything read, tiles do
-/// not overlap, and `rows` and `out_columns` fit the activation. With `blocks`, `weights` and it are as [`Blocks`] says.
+/// not overlap, and `rows` and `out_columns` fit the activation. With `blocks`, `weights` and `blocks` are as [`Blocks`] says.
 pub unsafe fn grouped_gemm(p: &GroupedGemmParams, dtype: Dtype, blocks: Option<Blocks>) {
-    // SAFETY: the caller's contract; the set was found on this machine.
+    // SAFETY: the caller's contract. `detect` found the instruction set on this machine.
     unsafe { grouped_gemm_on(InstructionSet::detect(), p, dtype, blocks) }
 }
 
-/// [`grouped_gemm`] with given instructions.
+/// Runs [`grouped_gemm`] with the given instruction set.
 ///
 /// # Safety
-/// As for [`grouped_gemm`], and `set` must be available.
+/// The pointers in `p` are valid for the shapes in [`GroupedGemmParams`]; see [`grouped_gemm`]. This machine must have `set`.
 pub unsafe fn grouped_gemm_on(set: InstructionSet, p: &GroupedGemmParams, dtype: Dtype, blocks: Option<Blocks>) {
     // SAFETY: the caller's contract, unchanged.
     for_dtype!(dtype, T => unsafe { grouped_gemm_typed::<T>(set, p, (dtype, blocks)) })
 }
 
 /// # Safety
-/// As for [`grouped_gemm_on`]; the elements are of type `T`, which is that of `dtype`.
+/// The pointers in `p` are valid for the shapes in [`GroupedGemmParams`]; see [`grouped_gemm_on`]. The elements are of type `T`, which is
+/// that of `dtype`.
 unsafe fn grouped_gemm_typed<T: BlockKernels>(
     set: InstructionSet,
     p: &GroupedGemmParams,
     (dtype, blocks): (Dtype, Option<Blocks>),
 ) {
-    // SAFETY: the schedule, by the caller's contract.
+    // SAFETY: `tile_count` belongs to a schedule, by the caller's contract.
     let count = unsafe { *p.tile_count } as usize;
     if count == 0 {
         return;
     }
-    // SAFETY: as above.
+    // SAFETY: the schedule has `count` tiles, by the caller's contract.
     let tiles = unsafe { std::slice::from_raw_parts(p.tiles, count) };
     let expand = |blocks: Blocks| Expansion { set, blocks, row: (blocks.kind.expand)(dtype) };
     let (block, packed) = (block_kernel::<T>(set), blocks.map(expand));
@@ -118,7 +120,7 @@ unsafe fn grouped_gemm_typed<T: BlockKernels>(
     let shared = Shared(p);
     (0..count * panels).into_par_iter().with_max_len(1).for_each(|item| {
         let panel = Panel::new(shared.get(), &tiles[item / panels], item % panels * width, width);
-        // SAFETY: each (tile, panel) of `out` is written by one item; the rest is the caller's contract.
+        // SAFETY: each (tile, panel) of `out` is written by one item. The rest is the caller's contract.
         unsafe { panel.run::<T>(block, packed) }
     });
 }
@@ -149,12 +151,12 @@ impl<'a> Panel<'a> {
         Self { p, tile, first_column, columns, gated: activation::is_gated(p.activation.kind) }
     }
 
-    /// Weight rows.
+    /// The number of weight rows of the panel.
     fn rows(&self) -> usize {
         self.columns * if self.gated { 2 } else { 1 }
     }
 
-    /// Row of the expert's weights of the panel's row `row`.
+    /// Row, among the expert's weights, of the panel's row `row`.
     fn weight_row(&self, row: usize) -> usize {
         let out_columns = self.p.out_columns as usize;
         let column = self.first_column + row % self.columns;
@@ -169,12 +171,13 @@ impl<'a> Panel<'a> {
         }
     }
 
-    /// Columns of a row of `out` in memory: of fp8 whole groups, those behind `out_columns` zeros.
+    /// Columns of a row of `out` in memory. fp8 has whole groups there, and the columns behind `out_columns` are zeros.
     fn out_stride(&self) -> usize {
         (self.p.out_columns as usize).next_multiple_of(if self.p.x_scales.is_null() { 1 } else { GROUP })
     }
 
-    /// Of fp8: the block of weights, among all experts', that the panel's row `row` lies in. Each part of an expert's rows begins with one.
+    /// fp8: the block of weights, among all experts' blocks, that has the panel's row `row`. Each part of an expert's rows begins with a
+    /// new block.
     fn block_of_scales(&self, row: usize) -> usize {
         let part_blocks = self.out_stride() / GROUP;
         let (parts, is_up) = (if self.gated { 2 } else { 1 }, row >= self.columns);
@@ -184,7 +187,8 @@ impl<'a> Panel<'a> {
     }
 
     /// # Safety
-    /// As for [`grouped_gemm_typed`], and no other thread writes this panel's part of `out`.
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`grouped_gemm_typed`]. No other thread writes this panel's part
+    /// of `out`.
     unsafe fn run<T: BlockKernels>(&self, block: Block, packed: Option<Expansion>) {
         if !self.p.x_scales.is_null() {
             // SAFETY: the caller's contract.
@@ -192,7 +196,7 @@ impl<'a> Panel<'a> {
         }
         let Some(expansion) = packed else {
             let k = self.p.k as usize;
-            // SAFETY: the caller's contract; the rows are this expert's.
+            // SAFETY: the caller's contract; the rows are rows of this expert.
             return unsafe {
                 let address = |row| self.p.weights.cast::<T>().add(row * k).cast::<u8>();
                 let rows = |row| self.expert_rows(row).map(address);
@@ -206,17 +210,17 @@ impl<'a> Panel<'a> {
         });
     }
 
-    /// Rows of all experts' weights for a block of the panel's rows. Rows beyond the last repeat it; nobody reads their sums.
+    /// Rows of all experts' weights for a block of the panel's rows. Rows beyond the last repeat the last; nobody reads their sums.
     fn expert_rows(&self, row: usize) -> [usize; BLOCK_ROWS] {
         let expert_row = self.tile.expert as usize * self.p.rows as usize;
         std::array::from_fn(|i| expert_row + self.weight_row((row + i).min(self.rows() - 1)))
     }
 
-    /// `weight_rows` takes a row of the panel and whether the tile's first tokens ask for it; gives the addresses of a block of rows from
-    /// there on, and of rows that are wanted next.
+    /// `weight_rows` takes a row of the panel and whether the call is for the tile's first tokens. It gives the addresses of a block of
+    /// rows from there on, and of the rows that the next block reads.
     ///
     /// # Safety
-    /// As for [`Panel::run`].
+    /// The contract of [`Panel::run`] holds: pointers are valid, and no other thread writes this panel's part of `out`.
     unsafe fn multiply<T: BlockKernels>(
         &self,
         block: Block,
@@ -241,7 +245,7 @@ impl<'a> Panel<'a> {
             for row in (0..rows).step_by(BLOCK_ROWS) {
                 let [weights, next_weights] = weight_rows(row, first == 0);
                 let operands = Operands { weights, next_weights, tokens, k };
-                // SAFETY: all rows hold `k` elements of `T`, which `block` was made for.
+                // SAFETY: all rows hold `k` elements of `T`, for which `block` was made.
                 let block_sums = unsafe { block(&operands) };
                 for (sums, block_sums) in sums.iter_mut().zip(&block_sums) {
                     sums[row..row + BLOCK_ROWS].copy_from_slice(block_sums);
@@ -257,7 +261,7 @@ impl<'a> Panel<'a> {
     /// The row of `x` that belongs to a place.
     ///
     /// # Safety
-    /// As for [`Panel::run`]; `place` is in the schedule.
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`Panel::run`]. `place` is in the schedule.
     unsafe fn x_row<T>(&self, place: usize) -> *const u8 {
         // SAFETY: the caller's contract.
         unsafe { self.p.x.cast::<T>().add(self.x_number(place) * self.p.k as usize).cast() }
@@ -266,16 +270,16 @@ impl<'a> Panel<'a> {
     /// The number of the row of `x` that belongs to a place.
     ///
     /// # Safety
-    /// As for [`Panel::run`]; `place` is in the schedule.
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`Panel::run`]. `place` is in the schedule.
     unsafe fn x_number(&self, place: usize) -> usize {
         // SAFETY: the caller's contract.
         unsafe { self.slot(place).map_or(place, |slot| slot / self.p.row_divisor as usize) }
     }
 
-    /// The slot of a place; none where places are not mapped.
+    /// The slot of a place, or None if places are not mapped to slots.
     ///
     /// # Safety
-    /// As for [`Panel::run`]; `place` is in the schedule.
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`Panel::run`]. `place` is in the schedule.
     unsafe fn slot(&self, place: usize) -> Option<usize> {
         // SAFETY: the caller's contract.
         (!self.p.slot_of_place.is_null()).then(|| unsafe { *self.p.slot_of_place.add(place) } as usize)
@@ -284,7 +288,7 @@ impl<'a> Panel<'a> {
     /// The panel's bias in fp32.
     ///
     /// # Safety
-    /// As for [`Panel::run`].
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`Panel::run`].
     unsafe fn bias(&self, expert_row: usize) -> Option<PanelSums> {
         if self.p.bias.is_null() {
             return None;
@@ -292,34 +296,35 @@ impl<'a> Panel<'a> {
         let mut bias = [0.0; 2 * MAX_PANEL_COLUMNS];
         for (row, bias) in bias[..self.rows()].iter_mut().enumerate() {
             let row = expert_row + self.weight_row(row);
-            // SAFETY: `bias` holds one value of `bias_dtype` a weight row.
+            // SAFETY: `bias` holds one value of `bias_dtype` for each weight row.
             *bias = for_dtype!(self.p.bias_dtype, B => unsafe { *self.p.bias.cast::<B>().add(row) }.to_f32());
         }
         Some(bias)
     }
 
-    /// Scale of the row of x, numbers of the expert or its rows, bias, router weight, activation, rounding.
+    /// The epilogue of a row. It applies the scale of the row of x, the scales of the expert or its rows, the bias, the router weight, and
+    /// the activation, and rounds the result.
     ///
     /// # Safety
-    /// As for [`Panel::run`]; `place` is in the tile.
+    /// The contract of [`Panel::run`] holds, and `place` is in the tile.
     unsafe fn write<T: Element>(&self, place: usize, sums: &mut PanelSums, bias: Option<&PanelSums>) {
         let p = self.p;
         let sums = &mut sums[..self.rows()];
         if !p.row_scales.is_null() {
-            // SAFETY: one scale a row of x, by the caller's contract.
+            // SAFETY: there is one scale for each row of x, by the caller's contract.
             let scale = unsafe { *p.row_scales.add(self.x_number(place)) };
             sums.iter_mut().for_each(|sum| *sum *= scale);
         }
         if !p.expert_scales.is_null() && !p.x_scales.is_null() {
             for (row, sum) in sums.iter_mut().enumerate() {
                 let row = self.tile.expert as usize * p.rows as usize + self.weight_row(row);
-                // SAFETY: a scale for each row of every expert, by the caller's contract.
+                // SAFETY: there is a scale for each row of every expert, by the caller's contract.
                 *sum *= unsafe { *p.expert_scales.add(row) };
             }
         } else if !p.expert_scales.is_null() {
             let parts = if self.gated { 2 } else { 1 };
             for (part, sums) in sums.chunks_mut(self.columns).enumerate() {
-                // SAFETY: a number for each part of every expert, by the caller's contract.
+                // SAFETY: there is a number for each part of every expert, by the caller's contract.
                 let factor = unsafe { *p.expert_scales.add(self.tile.expert as usize * parts + part) };
                 sums.iter_mut().for_each(|sum| *sum *= factor);
             }
@@ -328,16 +333,17 @@ impl<'a> Panel<'a> {
             sums.iter_mut().zip(bias).for_each(|(sum, bias)| *sum += bias);
         }
         if !p.slot_weights.is_null() {
-            // SAFETY: one weight a slot, by the caller's contract.
+            // SAFETY: there is one weight for each slot, by the caller's contract.
             let weight = unsafe { *p.slot_weights.add(self.slot(place).unwrap_or(place)) };
             sums.iter_mut().for_each(|sum| *sum *= weight);
         }
         let (gate, up) = sums.split_at_mut(self.columns);
-        // SAFETY: one number an expert, by the caller's contract.
+        // SAFETY: there is one number for each expert, by the caller's contract.
         activation::apply(&unsafe { activation::of_expert(p, self.tile.expert as usize) }, gate, up);
         let (stride, end) = (self.out_stride(), self.first_column + self.columns);
         let behind = if end == p.out_columns as usize { stride - end } else { 0 };
-        // SAFETY: this panel's columns of the place's row, those of the last panel up to the row's end, which only this thread writes.
+        // SAFETY: the slice is this panel's columns of the place's row, and the last panel's slice ends with the row. Only this thread
+        // writes it.
         let out = unsafe {
             let first = place * stride + self.first_column;
             std::slice::from_raw_parts_mut(p.out.cast::<T>().add(first), self.columns + behind)
@@ -350,23 +356,23 @@ impl<'a> Panel<'a> {
     }
 }
 
-/// A cache line: rows that start on one are loaded and stored in whole lines.
+/// A cache line. Rows that start on one are loaded and stored in whole lines.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Line(#[allow(dead_code)] [u8; 64]);
 
 thread_local! {
-    /// Room for the expanded rows of a panel; kept, since every panel of a layer wants about as much.
+    /// Room for the expanded rows of a panel. The thread keeps it, because every panel of a layer needs about as much.
     static EXPANDED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A panel's weight rows in the compute type: all of them where several groups of tokens read them, else a block at a time, which then
-/// never leaves the first-level cache.
+/// A panel's weight rows in the compute type. If several groups of tokens read the rows, it holds all of them. Otherwise it holds one block
+/// at a time, which then never leaves the first-level cache.
 struct Expanded<'a> {
     panel: &'a Panel<'a>,
     expansion: Expansion,
     keep: bool,
-    /// Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
+    /// Lines of a row. The number is odd, so that rows of a power of two do not share their places in a cache.
     stride: usize,
     room: &'a mut [Line],
 }
@@ -388,10 +394,10 @@ impl<'a> Expanded<'a> {
         (panel.p.k as usize).div_ceil(expansion.blocks.kind.columns)
     }
 
-    /// The block of rows from the panel's row `row` on; expanded now if `first`.
+    /// The block of rows from the panel's row `row` on. The block is expanded now if `first`.
     ///
     /// # Safety
-    /// As for [`Panel::run`].
+    /// The pointers are valid for the shapes in [`GroupedGemmParams`]; see [`Panel::run`].
     unsafe fn rows(&mut self, row: usize, first: bool) -> [[*const u8; BLOCK_ROWS]; 2] {
         let at = if self.keep { row } else { 0 };
         if first {
@@ -399,7 +405,7 @@ impl<'a> Expanded<'a> {
             let (rows, count) = (self.panel.p.rows as usize, Self::row_blocks(self.panel, &self.expansion));
             for (i, row) in self.panel.expert_rows(row).into_iter().enumerate() {
                 let out = self.room[(at + i) * self.stride..].as_mut_ptr().cast();
-                // SAFETY: a row of this expert's codes and scales; `new` made room for the row.
+                // SAFETY: the row has codes and scales of this expert, and `new` made room for the expanded row.
                 unsafe {
                     let codes = self.panel.p.weights.add(row * blocks.row_blocks * blocks.kind.code_bytes);
                     expand(*set, blocks, &CodeRow { row, rows, codes, count }, out);

@@ -1,26 +1,26 @@
 //! The instruction sets that the CPU kernels of a layer exist for.
 
-/// The instructions a kernel is made of. All accumulate in fp32 and differ in the order of the sums.
+/// The instructions that a kernel is made of. All sets accumulate in fp32; they differ in the order of the sums.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum InstructionSet {
-    /// bf16 products in pairs (`vdpbf16ps`); fp16 and fp32 as `Avx512`.
+    /// Multiplies bf16 in pairs (`vdpbf16ps`), and fp16 and fp32 like `Avx512`.
     /// NOTE: `vdpbf16ps` takes denormal inputs as zero and flushes denormal results, whatever the mode.
     Avx512Bf16,
-    /// fp16 and bf16 are converted to fp32 on their way from memory.
+    /// AVX-512 without BF16. fp16 and bf16 are converted to fp32 when they are loaded.
     Avx512,
-    /// AVX2, FMA and F16C, as `Avx512`.
+    /// AVX2, FMA and F16C. fp16 and bf16 are converted to fp32 when they are loaded.
     Avx2,
-    /// No intrinsics; products are rounded before they are added.
+    /// Code without intrinsics. Products are rounded before they are added.
     Scalar,
 }
 
 impl InstructionSet {
-    /// The best of this machine.
+    /// The best set that this machine has.
     pub fn detect() -> Self {
         Self::ALL.into_iter().find(|set| set.is_available()).unwrap_or(Self::Scalar)
     }
 
-    /// Best first.
+    /// All sets, the best one first.
     pub const ALL: [Self; 4] = [Self::Avx512Bf16, Self::Avx512, Self::Avx2, Self::Scalar];
 
     pub fn name(self) -> &'static str {

@@ -1,4 +1,5 @@
-//! The dense MXFP8 GEMM of csrc/gemm on host memory: elements times scales in fp32, products summed in fp32, rounded once.
+//! The dense MXFP8 GEMM of csrc/gemm on host memory. Elements are multiplied by their scales in fp32, products are summed in fp32, and sums
+//! are rounded once.
 
 use crate::parallel::*;
 
@@ -18,7 +19,7 @@ const LANES: usize = 16;
 
 static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3_value(code as u8)));
 
-/// An error, before anything is written, where the host has no memory for the expanded matrices.
+/// Gives an error, before anything is written, if the host has no memory for the expanded matrices.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`MmMxfp8Params`]; out is writable and apart from everything read.
@@ -28,7 +29,7 @@ pub unsafe fn mm_mxfp8(p: &MmMxfp8Params) -> Result<()> {
 }
 
 /// # Safety
-/// A row of a matrix [*, k] and its scales, as [`mm_mxfp8`] has them.
+/// `codes` and `scales` are those of a matrix [*, k], valid as [`mm_mxfp8`] requires, and `row` is one of its rows.
 unsafe fn expand(codes: *const u8, scales: &ScaleView, row: usize, to: &mut [f32]) {
     let (values, k) = (&*VALUES, to.len());
     for (block, to) in to.chunks_exact_mut(BLOCK).enumerate() {
@@ -47,48 +48,48 @@ unsafe fn expand(codes: *const u8, scales: &ScaleView, row: usize, to: &mut [f32
 }
 
 /// # Safety
-/// As for [`mm_mxfp8`]; out is of type `T`.
+/// The pointers must be valid for the shapes in [`MmMxfp8Params`]; see [`mm_mxfp8`]. out is of type `T`.
 unsafe fn multiply<T: Element>(p: &MmMxfp8Params) -> Result<()> {
     let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
     // Every worker has room for a panel of b.
     let panels = n.div_ceil(PANEL);
     let workers = crate::parallel::threads().min(panels);
     let mut a: Vec<f32> = try_filled(m * k, "mm_mxfp8: a expanded to fp32")?;
-    // At least one number each, so that k = 0 has workers too.
+    // Every worker has room for at least one number, so that k = 0 has workers too.
     let room = (PANEL * k).max(1);
     let mut rooms: Vec<f32> = try_filled(workers * room, "mm_mxfp8: rows of b expanded to fp32")?;
     let shared = Shared(p);
     if k > 0 {
         a.par_chunks_mut(k).enumerate().for_each(|(row, to)| {
             let p = shared.get();
-            // SAFETY: a row of a.
+            // SAFETY: `row` is a row of a.
             unsafe { expand(p.a, &p.a_scales, row, to) }
         });
     }
     rooms.par_chunks_mut(room).enumerate().for_each(|(worker, b)| {
         for panel in (worker..panels).step_by(workers) {
-            // SAFETY: the caller's contract; the panels' columns of out are this worker's.
+            // SAFETY: the caller's contract; only this worker writes the panels' columns of out.
             unsafe { multiply_panel::<T>(shared.get(), &a, b, panel * PANEL) }
         }
     });
     Ok(())
 }
 
-/// Up to [`PANEL`] columns of out from column `first` on.
+/// Computes up to [`PANEL`] columns of out from column `first` on.
 ///
 /// # Safety
-/// As for [`multiply`]; `a` is expanded, `b` has room for a panel, and nobody else writes these columns of out.
+/// The pointers in `p` are valid; see [`multiply`]. `a` is expanded, `b` has room for a panel, and nobody else writes these columns of out.
 unsafe fn multiply_panel<T: Element>(p: &MmMxfp8Params, a: &[f32], b: &mut [f32], first: usize) {
     let (m, n, k) = (p.m as usize, p.n as usize, p.k as usize);
     let rows = PANEL.min(n - first);
     for row in 0..rows {
-        // SAFETY: a row of b.
+        // SAFETY: `first + row` is a row of b.
         unsafe { expand(p.b, &p.b_scales, first + row, &mut b[row * k..][..k]) }
     }
     for token in 0..m {
         for row in 0..rows {
             let sum = dot(&a[token * k..][..k], &b[row * k..][..k]);
-            // SAFETY: these columns of out are the caller's.
+            // SAFETY: nobody else writes these columns of out, by the caller's contract.
             unsafe { *p.out.cast::<T>().add(token * n + first + row) = T::from_f32(sum) };
         }
     }

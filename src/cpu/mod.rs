@@ -1,4 +1,4 @@
-//! The kernels of `csrc/` on host memory: the same parameter structs, the same results up to rounding.
+//! The kernels of `csrc/` on host memory: they take the same parameter structs and give the same results up to rounding.
 //!
 //! A row's bits depend on that row, the weights and the instruction set only: never on the batch around it, the
 //! schedule or the number of threads.
@@ -49,7 +49,7 @@ pub use select::select;
 mod tests;
 
 /// # Safety
-/// `data` must be valid for reads of `len` values; it may be anything for none.
+/// `data` must be valid for reads of `len` values. If `len` is 0, `data` may be any pointer.
 pub(crate) unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
     if len == 0 {
         return &[];
@@ -59,7 +59,7 @@ pub(crate) unsafe fn slice<'a, T>(data: *const T, len: usize) -> &'a [T] {
 }
 
 /// # Safety
-/// `data` must be valid for reads and writes of `len` values that nothing else refers to; it may be anything for none.
+/// `data` must be valid for reads and writes of `len` values that nothing else refers to. If `len` is 0, `data` may be any pointer.
 pub(crate) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
     if len == 0 {
         return &mut [];
@@ -68,7 +68,7 @@ pub(crate) unsafe fn slice_mut<'a, T>(data: *mut T, len: usize) -> &'a mut [T] {
     unsafe { std::slice::from_raw_parts_mut(data, len) }
 }
 
-/// Lets worker threads share a parameter struct; each writes only the rows it was given.
+/// Lets worker threads share a parameter struct. Each thread writes only the rows it was given.
 struct Shared<'a, P>(&'a P);
 
 impl<'a, P> Shared<'a, P> {
@@ -80,10 +80,10 @@ impl<'a, P> Shared<'a, P> {
 
 macro_rules! shared_between_threads {
     ($($params:path),* $(,)?) => {$(
-        // SAFETY: plain data; the pointers are addresses that only kernels and CPU loops behind their own bounds follow, and the loops
-        // divide what they write among their tasks.
+        // SAFETY: the struct is plain data. Only kernels, and CPU loops within their own bounds, follow the addresses in it. The loops
+        // divide the memory that they write among their tasks.
         unsafe impl Send for $params {}
-        // SAFETY: as above.
+        // SAFETY: the struct is plain data, and the loops divide the memory that they write among their tasks.
         unsafe impl Sync for $params {}
     )*};
 }

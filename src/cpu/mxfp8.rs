@@ -8,18 +8,18 @@ use super::Shared;
 use crate::params::QuantizeRowsParams;
 use crate::quant::mxfp8::{quantize_group, value, BLOCK};
 
-/// The bf16 numbers that MXFP8 has for those of x, `[rows, columns]`, which `out` holds; `out` may be x. Columns are whole groups of 32; the
-/// scales are not written.
+/// Rounds bf16 rows `[rows, columns]` of x to the numbers that MXFP8 has, and writes them to `out` as bf16; `out` may be x. Columns are
+/// whole groups of 32. The scales are not written.
 ///
 /// # Safety
-/// As `QuantizeRowsParams` says; nobody else writes to what it points at.
+/// The pointers are valid as `QuantizeRowsParams` says, and nobody else writes to that memory.
 pub unsafe fn round_rows_mxfp8(p: &QuantizeRowsParams) {
-    // SAFETY: a schedule, by the caller's contract.
+    // SAFETY: `tiles` is null or a schedule, by the caller's contract.
     let rows = unsafe { placed_rows(p) };
     let shared = Shared(p);
     rows.into_par_iter().for_each(|row| {
         let (p, columns) = (shared.get(), shared.get().columns as usize);
-        // SAFETY: a row of x and of out, which this thread alone uses; no slices, since out may be x.
+        // SAFETY: this thread alone uses this row of x and of out. There are no slices, because out may be x.
         unsafe {
             let from = p.x.cast::<[bf16; BLOCK]>().add(row * columns / BLOCK);
             let to = p.out.cast::<[bf16; BLOCK]>().add(row * columns / BLOCK);

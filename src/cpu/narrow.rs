@@ -1,6 +1,7 @@
-//! fp32 to 8- and 4-bit floats, to nearest with ties to even, saturating, as the conversion instructions of GPUs do.
+//! Conversions of fp32 to 8- and 4-bit floats. They round to nearest with ties to even and saturate, as the conversion instructions of GPUs
+//! do.
 
-/// e4m3 (fn: no infinities, largest 448). NaN gives 0x7F.
+/// Rounds to e4m3 (fn: no infinities, largest 448). NaN gives 0x7F.
 pub fn e4m3(x: f32) -> u8 {
     if x.is_nan() {
         return 0x7F;
@@ -10,13 +11,14 @@ pub fn e4m3(x: f32) -> u8 {
     if magnitude >= 448.0 {
         return sign | 0x7E;
     }
-    // Below the smallest normal number, 2^-6, codes count steps of 2^-9; 8 of them are the code of 2^-6.
+    // Below the smallest normal number, 2^-6, codes count steps of 2^-9. 8 of these steps are the code of 2^-6.
     if magnitude < 1.0 / 64.0 {
         return sign | (magnitude * 512.0).round_ties_even() as u8;
     }
     let bits = magnitude.to_bits();
     let rounded = bits + 0x7_FFFF + (bits >> 20 & 1);
-    // Exponent bias 127 to 7, mantissa 23 bits to 3. From 448 on it was cut off above, so this rounds up to 448 at most.
+    // The exponent bias goes from 127 to 7, and the mantissa from 23 bits to 3. Values from 448 on returned above, so this rounds up to 448
+    // at most.
     sign | ((rounded >> 20) - (120 << 3)) as u8
 }
 
@@ -35,7 +37,7 @@ pub fn e4m3_value(code: u8) -> f32 {
     }
 }
 
-/// e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) in the low four bits. NaN gives +6, the type has none.
+/// Rounds to e2m1 (0, 0.5, 1, 1.5, 2, 3, 4, 6) in the low four bits. NaN gives +6, because the type has no NaN.
 pub fn e2m1(x: f32) -> u8 {
     if x.is_nan() {
         return 7;
@@ -59,7 +61,7 @@ pub fn e2m1(x: f32) -> u8 {
 mod tests {
     use super::*;
 
-    /// The finite codes of a type and their values, in order.
+    /// Checks a conversion around every value and every midpoint. `values` has the values of a type's codes from 0 on, in order.
     fn check_nearest(values: &[f32], convert: impl Fn(f32) -> u8) {
         for (i, pair) in values.windows(2).enumerate() {
             let (low, high) = (i as u8, i as u8 + 1);

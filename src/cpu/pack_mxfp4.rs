@@ -9,7 +9,7 @@ use crate::quant::packed_e4m3 as e4m3;
 const SCALED: usize = 32;
 const SCALED_BYTES: usize = SCALED / 2;
 
-/// The weight row of fragment row g (`half` 0) or g + 8 (1) of a slice; None: padding.
+/// The weight row of fragment row g (`half` 0) or g + 8 (1) of a slice. None if that fragment row is padding.
 fn source_row(p: &PackMxfp4Params, slice: usize, g: usize, half: usize) -> Option<usize> {
     if !p.gated {
         return Some(16 * slice + 8 * half + g).filter(|&row| row < p.used_rows as usize);
@@ -32,18 +32,18 @@ struct Tensors<'a> {
 }
 
 /// # Safety
-/// Every pointer is to as much memory as `PackMxfp4Params` says, and nobody else uses it.
+/// Every pointer is to as much memory as `PackMxfp4Params` says, and nobody else uses that memory.
 unsafe fn tensors(p: &PackMxfp4Params) -> Tensors<'_> {
-    // SAFETY: the caller's contract; null only where nothing is there.
+    // SAFETY: the caller's contract. A pointer is null only if `count` is 0.
     unsafe fn slice<'a, T>(data: *mut T, count: usize) -> &'a mut [T] {
         match count {
             0 => &mut [],
-            // SAFETY: as above.
+            // SAFETY: `data` has `count` elements, by the caller's contract.
             _ => unsafe { std::slice::from_raw_parts_mut(data, count) },
         }
     }
     let (extent, scaled) = (Extent::of(mxfp4::FORM, p), p.experts as usize * p.rows as usize * p.row_blocks as usize);
-    // SAFETY: as above.
+    // SAFETY: the pointers have the sizes that `PackMxfp4Params` says, by the caller's contract.
     unsafe {
         Tensors {
             codes: slice(p.codes, scaled * SCALED_BYTES),
@@ -59,7 +59,7 @@ fn shift_of(expert_scale: f32) -> i32 {
     (expert_scale.to_bits() >> 23) as i32 - 127
 }
 
-/// Calls `f(quad, half, weight row)` for the rows of a block: fragment row g or g + 8 of the quad's.
+/// Calls `f(quad, half, weight row)` for the rows of a block. The row is fragment row g or g + 8 of the quad.
 fn for_each_row(p: &PackMxfp4Params, tile: usize, mut f: impl FnMut(usize, usize, usize)) {
     for quad in 0..32 {
         for half in 0..2 {
@@ -70,7 +70,8 @@ fn for_each_row(p: &PackMxfp4Params, tile: usize, mut f: impl FnMut(usize, usize
     }
 }
 
-/// Where the 32 codes that share a scale lie: calls `f(k16 step of the two, lane of the quad, register, side of the register, code)`.
+/// Names the places of the 32 codes that share a scale. Calls `f(k16 step of the two, lane of the quad, register, side of the register,
+/// code)`.
 fn for_each_code(half: usize, mut f: impl FnMut(usize, usize, usize, usize, usize)) {
     for nibble in 0..SCALED {
         let (step, column) = (nibble / 16, nibble % 16);
@@ -78,10 +79,10 @@ fn for_each_code(half: usize, mut f: impl FnMut(usize, usize, usize, usize, usiz
     }
 }
 
-/// The factors, then codes and scales.
+/// Writes the experts' factors, then codes and scales.
 ///
 /// # Safety
-/// As `PackMxfp4Params` says; nobody else reads or writes what it points at.
+/// The pointers are valid as `PackMxfp4Params` says, and nobody else reads or writes that memory.
 pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
     // SAFETY: the caller's contract.
     let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
@@ -117,7 +118,7 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
                         levels[quad][2 * group + half] = e4m3::scale_byte(scales[scaled].max(least), peak);
                         let steps = u32::from(least.saturating_sub(scales[scaled]));
                         let bytes = &codes[scaled * SCALED_BYTES..][..SCALED_BYTES];
-                        // Column c of the 32 belongs to lane c % 16 / 4, and is its column 4 (c / 16) + c % 4.
+                        // Column c of the 32 belongs to lane c % 16 / 4, and is column 4 (c / 16) + c % 4 of that lane.
                         for c in (0..SCALED).filter(|c| (2 * block + group) * SCALED + c < k) {
                             let code = match scales[scaled] {
                                 255 => e4m3::NAN_CODE,
@@ -128,7 +129,7 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
                         continue;
                     }
                     fields[quad][group][half] = packed::scale_field(scales[scaled], shift);
-                    // The field 255 is infinity in bf16: what makes it NaN is the code 0.
+                    // The field 255 is infinity in bf16. The code 0 makes the product NaN.
                     if scales[scaled] == 255 {
                         continue;
                     }
@@ -153,10 +154,10 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
     });
 }
 
-/// The inverse: codes and scales of every row, in whole scaled groups.
+/// The inverse of `pack_mxfp4`: writes codes and scales of every row, in whole scaled groups.
 ///
 /// # Safety
-/// As for [`pack_mxfp4`].
+/// The pointers are valid as `PackMxfp4Params` says, and nobody else reads or writes that memory.
 pub unsafe fn unpack_mxfp4(p: &PackMxfp4Params) {
     // SAFETY: the caller's contract.
     let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };

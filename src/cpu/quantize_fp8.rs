@@ -6,7 +6,7 @@ use super::{for_dtype, schedule, slice, slice_mut, Element, Shared};
 use crate::params::{ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::quant::fp8::{peak, power_of, quantize_group, quantize_with, scale_of};
 
-/// Elements below which threads cost more than they give.
+/// Elements below which threads cost more time than they save.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 /// # Safety
@@ -17,15 +17,15 @@ pub unsafe fn quantize_fp8(p: &QuantizeFp8Params) {
 }
 
 /// # Safety
-/// As for [`quantize_fp8`]; `x` is of type `T`.
+/// The pointers must be valid for the shapes in [`QuantizeFp8Params`]; see [`quantize_fp8`]. `x` is of type `T`.
 unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
     let (columns, group) = (p.columns as usize, p.group as usize);
-    // SAFETY: a scalar, by the caller's contract.
+    // SAFETY: row_count is one number, by the caller's contract.
     let rows = if p.row_count.is_null() { p.rows } else { p.rows.min(i64::from(unsafe { *p.row_count })) } as usize;
     let (tasks_each, shared) = ((ELEMENTS_PER_TASK / columns.max(1)).max(1), Shared(p));
-    // SAFETY: rows of x, by the caller's contract.
+    // SAFETY: the slice is a row of x, by the caller's contract.
     let row_of = |p: &QuantizeFp8Params, row| unsafe { slice(p.x.cast::<T>().add(row * columns), columns) };
-    // SAFETY: a schedule, by the caller's contract.
+    // SAFETY: `tiles` and `tile_count` are a schedule, by the caller's contract.
     let listed = (!p.tiles.is_null()).then(|| unsafe { schedule::rows(p.tiles, p.tile_count) });
     let count = listed.as_ref().map_or(rows, Vec::len);
     let number = |i: usize| listed.as_ref().map_or(i, |rows| rows[i]);
@@ -33,11 +33,11 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
         Fp8Scaling::Peak => {
             let rows = (0..count).into_par_iter();
             let amax = rows.largest(tasks_each, |i| peak(row_of(shared.get(), number(i)), 0.0));
-            // SAFETY: one number, by the caller's contract.
+            // SAFETY: `given` has room for one number, by the caller's contract.
             unsafe { *p.given = amax };
             scale_of(amax, p.eps)
         }
-        // SAFETY: one scale, by the caller's contract.
+        // SAFETY: `given` is one scale, by the caller's contract.
         Fp8Scaling::Given => unsafe { *p.given },
         _ => 0.0,
     };
@@ -45,7 +45,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
         let row = number(i);
         let p = shared.get();
         let x = row_of(p, row);
-        // SAFETY: the caller's contract; this task alone writes the row.
+        // SAFETY: the caller's contract; only this task writes the row.
         let codes = unsafe { slice_mut(p.codes.add(row * columns), columns) };
         let of_row = match p.scaling {
             Fp8Scaling::Groups => None,
@@ -61,7 +61,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
                 None => quantize_group(x, p.eps, p.powers, codes),
             };
             let at = |i: usize| row * p.row_stride as usize + i * p.group_stride as usize;
-            // SAFETY: as above.
+            // SAFETY: the caller's contract; only this task writes the scales of the row.
             unsafe {
                 if p.powers {
                     *p.scales.add(4 * at(i / 4) + i % 4) = (scale.to_bits() >> 23) as u8;
@@ -73,7 +73,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeFp8Params) {
     });
 }
 
-/// The kernel of csrc/quant/expand_scales.cuh.
+/// Does what the kernel of csrc/quant/expand_scales.cuh does.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`ExpandScalesParams`]; the table is writable and apart from the scales.

@@ -7,7 +7,7 @@ use crate::params::QuantizeMxfp8Params;
 use crate::quant::mxfp8::{quantize_group, value, BLOCK};
 use crate::quant::nvfp4::ScaleLayout;
 
-/// Elements below which threads cost more than they give.
+/// Elements below which threads cost more time than they save.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 
 /// # Safety
@@ -18,7 +18,7 @@ pub unsafe fn quantize_mxfp8(p: &QuantizeMxfp8Params) {
 }
 
 /// # Safety
-/// The same, with numbers that are writable and apart from codes and scales.
+/// The pointers must be valid for the shapes in [`QuantizeMxfp8Params`]; numbers are writable and apart from codes and scales.
 pub unsafe fn dequantize_mxfp8(p: &QuantizeMxfp8Params) {
     // SAFETY: the caller's contract, unchanged.
     for_dtype!(p.dtype, T => unsafe { dequantize::<T>(p) })
@@ -32,7 +32,7 @@ fn extent(p: &QuantizeMxfp8Params) -> (usize, usize, usize, usize) {
 }
 
 /// # Safety
-/// As for [`quantize_mxfp8`]; the numbers are of type `T`.
+/// The pointers must be valid for the shapes in [`QuantizeMxfp8Params`]; see [`quantize_mxfp8`]. The numbers are of type `T`.
 unsafe fn quantize<T: Element>(p: &QuantizeMxfp8Params) {
     let (rows, groups, stored, real) = extent(p);
     let tasks_each = (ELEMENTS_PER_TASK / (groups * BLOCK).max(1)).max(1);
@@ -44,14 +44,14 @@ unsafe fn quantize<T: Element>(p: &QuantizeMxfp8Params) {
             let here = row < p.rows as usize;
             let (scale, codes) = if here && group < real {
                 let first = row * p.columns as usize + group * BLOCK;
-                // SAFETY: inside the numbers, by the caller's contract.
+                // SAFETY: `first` is inside the numbers, by the caller's contract.
                 let from = unsafe { p.numbers.cast::<T>().add(first) };
-                // SAFETY: as above.
+                // SAFETY: the BLOCK numbers from `first` on are inside the numbers, by the caller's contract.
                 quantize_group(&std::array::from_fn(|i| unsafe { *from.add(i) }.to_f32()))
             } else {
                 (0, [0; BLOCK])
             };
-            // SAFETY: this row's codes and scales, which nobody else writes.
+            // SAFETY: these are this row's codes and scales, which nobody else writes.
             unsafe {
                 if here && group < stored {
                     let to = p.codes.add(row * p.padded_columns as usize + group * BLOCK);
@@ -64,7 +64,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeMxfp8Params) {
 }
 
 /// # Safety
-/// As for [`dequantize_mxfp8`]; the numbers are of type `T`.
+/// The pointers must be valid for the shapes in [`QuantizeMxfp8Params`]; see [`dequantize_mxfp8`]. The numbers are of type `T`.
 unsafe fn dequantize<T: Element>(p: &QuantizeMxfp8Params) {
     let columns = p.columns as usize;
     let tasks_each = (ELEMENTS_PER_TASK / columns.max(1)).max(1);
@@ -74,7 +74,7 @@ unsafe fn dequantize<T: Element>(p: &QuantizeMxfp8Params) {
         let layout = ScaleLayout::of_tile_rows(p.tile_rows);
         for group in 0..columns / BLOCK {
             let first = row * columns + group * BLOCK;
-            // SAFETY: this row's codes and scales, and numbers that nobody else writes.
+            // SAFETY: these are this row's codes, scales and numbers. Nobody else writes the numbers.
             unsafe {
                 let scale = *p.scales.add(layout.offset(row, group, columns / BLOCK));
                 for i in first..first + BLOCK {

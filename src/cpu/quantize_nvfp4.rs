@@ -6,7 +6,7 @@ use super::{for_dtype, Element, Shared};
 use crate::params::QuantizeNvfp4Params;
 use crate::quant::nvfp4::{quantize_block, ScaleLayout};
 
-/// Elements below which threads cost more than they give.
+/// Elements below which threads cost more time than they save.
 const ELEMENTS_PER_TASK: usize = 1 << 14;
 const MOST_COLUMNS: usize = 32;
 
@@ -18,7 +18,7 @@ pub unsafe fn quantize_nvfp4(p: &QuantizeNvfp4Params) {
 }
 
 /// # Safety
-/// As for [`quantize_nvfp4`]; `x` is of type `T`.
+/// The pointers must be valid for the shapes in [`QuantizeNvfp4Params`]; see [`quantize_nvfp4`]. `x` is of type `T`.
 unsafe fn quantize<T: Element>(p: &QuantizeNvfp4Params) {
     let (columns, block) = (p.columns as usize, p.block as usize);
     let (layout, blocks) = (ScaleLayout::of_tile_rows(p.tile_rows), columns / block);
@@ -27,7 +27,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeNvfp4Params) {
     (0..p.batches as usize * padded_rows).into_par_iter().for_each_least(tasks_each, |number| {
         let p = shared.get();
         let (batch, row) = (number / padded_rows, number % padded_rows);
-        // SAFETY: one number, or one a batch, by the caller's contract.
+        // SAFETY: there is one scale, or one for each batch, and one row count for each batch, by the caller's contract.
         let (scale, count) = unsafe {
             let scale =
                 if p.global_scale.is_null() { 1.0 } else { *p.global_scale.add(if p.of_batch { batch } else { 0 }) };
@@ -43,7 +43,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeNvfp4Params) {
             let mut byte = 0;
             if row < p.rows as usize && i < blocks {
                 let mut values = [0.0; MOST_COLUMNS];
-                // SAFETY: this row's block; this task alone writes its codes.
+                // SAFETY: this is a block of this row, and only this task writes its codes.
                 let codes = unsafe {
                     let x = std::slice::from_raw_parts(p.x.cast::<T>().add(first + i * block), block);
                     values.iter_mut().zip(x).for_each(|(value, x)| *value = x.to_f32());
@@ -51,7 +51,7 @@ unsafe fn quantize<T: Element>(p: &QuantizeNvfp4Params) {
                 };
                 byte = quantize_block(&values[..block], scale, p.powers, codes);
             }
-            // SAFETY: the place of this block's scale, or of padding.
+            // SAFETY: the address is the place of this block's scale, or of padding.
             unsafe { *scales.add(layout.offset(row, i, padded_blocks)) = byte };
         }
     });

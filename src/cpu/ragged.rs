@@ -8,7 +8,7 @@ use half::{bf16, f16};
 /// All pointers are valid for the shapes stated at `RaggedParams`; outputs overlap nothing.
 pub unsafe fn ragged(p: &RaggedParams) {
     let (experts, slots, most) = (p.experts as usize, p.slots as usize, p.max_blocks as usize);
-    // SAFETY: the caller's promise; without slots, tables of slots may be null.
+    // SAFETY: the caller's contract. Without slots, tables of slots may be null.
     let (histogram, slot_of_place, weights, offsets, schedule) = unsafe {
         (
             slice(p.histogram, experts),

@@ -1,5 +1,5 @@
-//! Rows of a layer rounded to NVFP4, or expanded from it, on their way into a GEMM of NVFP4 weights: as numbers of the compute type, which
-//! holds an element times its block's scale exactly.
+//! Rows of a layer rounded to NVFP4, or expanded from it, before a GEMM of NVFP4 weights. They are numbers of the compute type, which holds
+//! an element times its block's scale exactly.
 
 use crate::parallel::*;
 
@@ -9,19 +9,19 @@ use crate::params::RoundNvfp4Params;
 use crate::quant::e2m1;
 use crate::quant::nvfp4::{quantize_block, BLOCK};
 
-/// Rows of a schedule.
+/// Rounds or expands the rows of a schedule.
 ///
 /// # Safety
-/// The pointers must be valid for these shapes and the rows that the schedule names; where `out` is x, slots are rows of x.
+/// The pointers must be valid for these shapes and the rows that the schedule names. If `out` is x, slots are rows of x.
 pub unsafe fn round_to_nvfp4(p: &RoundNvfp4Params) {
     // SAFETY: the caller's contract.
     for_dtype!(p.dtype, T => unsafe { round::<T>(p) })
 }
 
 /// # Safety
-/// As for [`round_to_nvfp4`].
+/// The pointers must be valid for these shapes and the rows that the schedule names; see [`round_to_nvfp4`].
 unsafe fn round<T: Element>(p: &RoundNvfp4Params) {
-    // SAFETY: a schedule, by the caller's contract.
+    // SAFETY: `tiles` and `tile_count` are a schedule, by the caller's contract.
     let tiles = unsafe {
         match *p.tile_count {
             0 => &[],
@@ -35,7 +35,7 @@ unsafe fn round<T: Element>(p: &RoundNvfp4Params) {
     let shared = Shared(p);
     places.into_par_iter().for_each(|(expert, place)| {
         let p = shared.get();
-        // SAFETY: the caller's contract; a slot's row is written by this task alone.
+        // SAFETY: the caller's contract; only this task writes the row of the slot.
         unsafe {
             let slot = if p.slot_of_place.is_null() { place } else { *p.slot_of_place.add(place) as usize };
             let columns = p.columns as usize;

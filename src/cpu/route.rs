@@ -5,17 +5,17 @@ use crate::params::{RouteParams, Tile};
 
 const NO_TILE: Tile = Tile { expert: -1, first: 0, count: 0, done: 0 };
 
-/// Sorts the slots and writes the schedule: tiles in the order of their experts, an expert's slots cut evenly in
-/// steps over as few tiles as hold them, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
+/// Sorts the slots and writes the schedule: tiles in the order of their experts, an expert's slots cut evenly in steps over as few tiles as
+/// hold them, and -1 entries up to `max_tiles`. `block_histogram` is not touched.
 ///
-/// NOTE: one thread. 4096 tokens of 8 experts take a tenth of a millisecond, three orders below their GEMMs.
+/// NOTE: it runs on one thread. 4096 tokens of 8 experts take a tenth of a millisecond, three orders below their GEMMs.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`RouteParams`], the outputs must be writable and overlap nothing, and
-/// `max_tiles` must hold the schedule: `p + (slots - p) / tile_tokens` entries do, `p = min(slots, experts)`.
+/// `max_tiles` must hold the schedule: `p + (slots - p) / tile_tokens` entries do, with `p = min(slots, experts)`.
 pub unsafe fn route(p: &RouteParams) {
     let (slots, experts) = (p.tokens as usize * p.top_k as usize, p.experts as usize);
-    // SAFETY: the shapes of `RouteParams`, valid by the caller's contract.
+    // SAFETY: the slices have the shapes of `RouteParams`, by the caller's contract.
     let (outputs, tile_count) = unsafe {
         let outputs = Outputs {
             histogram: slice_mut(p.histogram, experts),
@@ -29,11 +29,11 @@ pub unsafe fn route(p: &RouteParams) {
     let first = i64::from(p.first_expert);
     let local = |id: i64| (first..first + experts as i64).contains(&id).then(|| (id - first) as usize);
     *tile_count = if p.ids_are_i64 {
-        // SAFETY: `ids` holds one i64 a slot, by the caller's contract.
+        // SAFETY: `ids` holds one i64 for each slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i64>(), slots) };
         sort(outputs, (p.tile_tokens, p.tile_step), |slot| local(ids[slot]))
     } else {
-        // SAFETY: `ids` holds one i32 a slot, by the caller's contract.
+        // SAFETY: `ids` holds one i32 for each slot, by the caller's contract.
         let ids = unsafe { slice(p.ids.cast::<i32>(), slots) };
         sort(outputs, (p.tile_tokens, p.tile_step), |slot| local(i64::from(ids[slot])))
     };
@@ -47,7 +47,7 @@ struct Outputs<'a> {
     tiles: &'a mut [Tile],
 }
 
-/// Counting sort; `expert` is a slot's local expert or `None`. Returns the number of tiles.
+/// A counting sort. `expert` gives a slot's local expert or `None`. The result is the number of tiles.
 fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usize) -> Option<usize>) -> i32 {
     out.histogram.fill(0);
     for slot in 0..out.place_of_slot.len() {
@@ -63,7 +63,7 @@ fn sort(out: Outputs, (tile_tokens, tile_step): (i32, i32), expert: impl Fn(usiz
     }
     out.offsets[out.histogram.len()] = placed;
 
-    // `offsets` runs along as the next free place of each expert and is set back below.
+    // `offsets` serves as the next free place of each expert, and is set back below.
     for (slot, place) in out.place_of_slot.iter_mut().enumerate() {
         *place = -1;
         if let Some(e) = expert(slot) {

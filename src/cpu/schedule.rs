@@ -32,8 +32,8 @@ pub unsafe fn schedule(p: &ScheduleParams) {
     }
 }
 
-/// (first row, rows) of the tiles of an expert: as few as hold `count` rows, cut evenly in steps, the first ones with a step more. The twin
-/// of csrc/moe/tile_cut.cuh.
+/// (first row, rows) of the tiles of an expert. There are as few tiles as hold `count` rows, cut evenly in steps; the first ones have a
+/// step more. csrc/moe/tile_cut.cuh does the same.
 pub fn cut(count: i32, tile_tokens: i32, tile_step: i32) -> impl Iterator<Item = (i32, i32)> {
     let tiles = (count + tile_tokens - 1) / tile_tokens;
     let steps = (count + tile_step - 1) / tile_step;
@@ -45,7 +45,7 @@ pub fn cut(count: i32, tile_tokens: i32, tile_step: i32) -> impl Iterator<Item =
 /// The rows of a schedule.
 ///
 /// # Safety
-/// A schedule that is written.
+/// `tiles` and `tile_count` must be a schedule that is already written.
 pub unsafe fn rows(tiles: *const Tile, tile_count: *const i32) -> Vec<usize> {
     // SAFETY: the caller's contract.
     let tiles = unsafe {

@@ -5,8 +5,10 @@ use crate::parallel::*;
 use super::{for_dtype, Element};
 use crate::params::{GroupScore, Scoring, SelectParams};
 
-const MAX_EXPERTS: usize = 512;
-/// Keeps a division by a sum of vanished scores from being 0 / 0, as in SGLang.
+const MAX_EXPERTS: usize = 1024;
+/// The largest number of columns of a token, and of groups.
+const MOST_CHOSEN: usize = 32;
+/// Keeps a division by a sum of vanished scores from being 0 / 0. SGLang adds the same number.
 const SUM_EPSILON: f32 = 1e-20;
 /// torch's softplus is the identity above this.
 const SOFTPLUS_THRESHOLD: f32 = 20.0;
@@ -22,19 +24,19 @@ const TOKENS_PER_TASK: usize = 16;
 ///   one that holds a NaN, or `+inf` and `-inf` as its two best, is above all others; equal groups go to the lower one.
 /// - Experts outside the best groups are never chosen, not even for one whose choice is `-inf`: SGLang gives them 0 or
 ///   `-inf` for a choice, which differs only where that ties with an expert of the best groups.
-/// - Without bias and groups the choice is the logit. Else it is the score plus the bias; `SoftmaxTopk` and `Identity`
-///   have the logit for a score here.
+/// - Without bias and groups the choice is the logit. Otherwise it is the score plus the bias. With `SoftmaxTopk` and `Identity`
+///   the score is the logit here.
 /// - weight = score, without the bias.
 /// - A softmax over all experts sums in id order: NaN or +inf among the logits makes all weights of the token NaN. A
 ///   softmax over the chosen (`SoftmaxTopk`, or `Softmax` renormalized without bias and groups) sums in column order.
 /// - Any other renormalizing divides by the sum in column order plus 1e-20.
-/// - Sums on GPUs have another order, the same in every call.
+/// - Sums on GPUs have another order, which is the same in every call.
 /// - A shared expert's weight is `shared_weight`.
-/// - Padded rows get id -1 and weight 0 in every column, shared ones included.
+/// - Padded rows get id -1 and weight 0 in every column, also in the columns of shared experts.
 ///
 /// # Safety
 /// The pointers must be valid for the shapes in [`SelectParams`], `ids` and `weights` must be writable and overlap
-/// nothing, and `experts <= 512`, `groups` must divide `experts`, and all experts, or those of `topk_group` groups, must be at
+/// nothing, and `experts <= 1024`, `top_k <= 32`, `groups <= 32`, `groups` must divide `experts`, and all experts, or those of `topk_group` groups, must be at
 /// least `top_k - shared_experts`.
 pub unsafe fn select(p: &SelectParams) {
     if p.tokens > 0 && p.top_k > 0 {
@@ -44,10 +46,10 @@ pub unsafe fn select(p: &SelectParams) {
 }
 
 /// # Safety
-/// As for [`select`]; the logits are of type `T`.
+/// The pointers must be valid for the shapes in [`SelectParams`]; see [`select`]. The logits are of type `T`.
 unsafe fn select_typed<T: Element>(p: &SelectParams) {
     let (tokens, experts, top_k) = (p.tokens as usize, p.experts as usize, p.top_k as usize);
-    // SAFETY: the shapes of `SelectParams`, valid by the caller's contract.
+    // SAFETY: the slices have the shapes of `SelectParams`, by the caller's contract.
     let (logits, ids, weights, bias, valid) = unsafe {
         (
             std::slice::from_raw_parts(p.logits.cast::<T>(), tokens * experts),
@@ -87,7 +89,7 @@ unsafe fn select_typed<T: Element>(p: &SelectParams) {
     });
 }
 
-/// What is the same for all tokens.
+/// The rules that are the same for all tokens.
 struct Rules<'a> {
     bias: Option<&'a [f32]>,
     scoring: Scoring,
@@ -139,7 +141,7 @@ impl Rules<'_> {
         }
         routed_weights.iter_mut().for_each(|w| *w *= self.scale);
         if self.order_by_id {
-            // Insertion sort of both rows: a handful of columns.
+            // This is an insertion sort of both rows, which have a handful of columns.
             for end in 1..routed_ids.len() {
                 let mut i = end;
                 while i > 0 && routed_ids[i - 1] > routed_ids[i] {
@@ -152,7 +154,7 @@ impl Rules<'_> {
     }
 }
 
-/// Groups of experts, fewer of them kept than there are.
+/// Groups of experts. Fewer groups are kept than there are.
 struct Groups {
     score: GroupScore,
     count: usize,
@@ -160,10 +162,10 @@ struct Groups {
 }
 
 impl Groups {
-    /// Takes the keys of all groups but the best away.
+    /// Removes the keys of all groups but the best.
     fn mask(&self, choice: &[f32], keys: &mut [u32]) {
         let size = choice.len() / self.count;
-        let mut score = [0.0; MAX_EXPERTS];
+        let mut score = [0.0; MOST_CHOSEN];
         let score = &mut score[..self.count];
         for ((score, choice), keys) in score.iter_mut().zip(choice.chunks_exact(size)).zip(keys.chunks_exact(size)) {
             let mut best = [0; 2];
@@ -171,7 +173,7 @@ impl Groups {
             top(keys, best);
             *score = best.iter().map(|&i| choice[i as usize]).reduce(|a, b| a + b).unwrap_or_default();
         }
-        let (mut score_keys, mut kept) = ([0; MAX_EXPERTS], [0; MAX_EXPERTS]);
+        let (mut score_keys, mut kept) = ([0; MOST_CHOSEN], [0; MOST_CHOSEN]);
         let kept = &mut kept[..self.kept];
         top(keys_of(score, &mut score_keys), kept);
         for (group, keys) in keys.chunks_exact_mut(size).enumerate() {
@@ -182,7 +184,7 @@ impl Groups {
     }
 }
 
-/// Logit to score, with what the softmax needs of the whole token.
+/// Turns a logit into a score, with the numbers that the softmax needs of the whole token.
 struct Scorer {
     scoring: Scoring,
     max: f32,
@@ -210,17 +212,17 @@ impl Scorer {
     }
 }
 
-/// Below the key of every number.
+/// A key below the key of every number.
 const NOBODY: u32 = 0;
 
-/// The keys of some numbers, in the front of `room`.
-fn keys_of<'a>(values: &[f32], room: &'a mut [u32; MAX_EXPERTS]) -> &'a mut [u32] {
+/// The keys of some numbers, at the start of `room`.
+fn keys_of<'a>(values: &[f32], room: &'a mut [u32]) -> &'a mut [u32] {
     let keys = &mut room[..values.len()];
     keys.iter_mut().zip(values).for_each(|(key, &value)| *key = order(value));
     keys
 }
 
-/// An integer that orders like the number: `-0 == +0`, NaN on top.
+/// An integer that orders like the number, with `-0 == +0` and NaN above all others.
 fn order(x: f32) -> u32 {
     let bits = x.to_bits();
     if x.is_nan() {
@@ -234,9 +236,9 @@ fn order(x: f32) -> u32 {
     }
 }
 
-/// Indices of the `best.len()` largest keys, largest first, ties to the lower index.
+/// Indices of the `best.len()` largest keys, at most MOST_CHOSEN. The largest key comes first, and ties go to the lower index.
 fn top(keys: &[u32], best: &mut [i32]) {
-    let mut taken = [NOBODY; MAX_EXPERTS];
+    let mut taken = [NOBODY; MOST_CHOSEN];
     let mut found = 0;
     for (i, &key) in keys.iter().enumerate() {
         if found == best.len() {
@@ -257,7 +259,7 @@ fn top(keys: &[u32], best: &mut [i32]) {
     }
 }
 
-/// The largest value; NaN if there is one.
+/// The largest value, or NaN if any value is NaN.
 fn maximum(values: &[f32]) -> f32 {
     values.iter().fold(f32::NEG_INFINITY, |max, &x| if x > max || x.is_nan() { x } else { max })
 }

@@ -1,4 +1,4 @@
-//! Against naive references on random data, with every instruction set of the machine that runs the tests.
+//! Tests against naive references on random data, with every instruction set of the machine that runs the tests.
 
 mod combine;
 mod gemm;
@@ -10,7 +10,7 @@ mod speed;
 use super::{for_dtype, Element};
 use crate::params::Dtype;
 
-/// xorshift64*
+/// The random numbers of xorshift64*.
 struct Random(u64);
 
 impl Random {
@@ -25,7 +25,7 @@ impl Random {
         ((self.next() >> 33) % n as u64) as usize
     }
 
-    /// In [-1, 1).
+    /// A number in [-1, 1).
     fn uniform(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }
@@ -45,7 +45,7 @@ impl Tensor {
     fn new(dtype: Dtype, values: &[f32]) -> Self {
         let bytes = for_dtype!(dtype, T => {
             let values: Vec<T> = values.iter().map(|&x| T::from_f32(x)).collect();
-            // SAFETY: elements are plain numbers.
+            // SAFETY: elements are plain numbers, so every byte of them can be read.
             unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(&*values)) }.to_vec()
         });
         Self { dtype, bytes }
@@ -55,7 +55,7 @@ impl Tensor {
         Self::new(dtype, &(0..len).map(|_| random.uniform() * scale).collect::<Vec<_>>())
     }
 
-    /// Filled with NaN, which a kernel must overwrite.
+    /// A tensor filled with NaN, which a kernel must overwrite.
     fn unset(dtype: Dtype, len: usize) -> Self {
         Self::new(dtype, &vec![f32::NAN; len])
     }
@@ -63,7 +63,7 @@ impl Tensor {
     fn get(&self, i: usize) -> f64 {
         for_dtype!(self.dtype, T => {
             let bytes = &self.bytes[i * size_of::<T>()..][..size_of::<T>()];
-            // SAFETY: one element's bytes, and every bit pattern is a number.
+            // SAFETY: the slice is the bytes of one element, and every bit pattern is a number.
             f64::from(unsafe { bytes.as_ptr().cast::<T>().read_unaligned() }.to_f32())
         })
     }
@@ -80,7 +80,7 @@ fn element_size(dtype: Dtype) -> usize {
     for_dtype!(dtype, T => size_of::<T>())
 }
 
-/// Relative error of a rounding to `dtype`; for fp32 that of a long sum.
+/// Relative error of a rounding to `dtype`; for fp32, the error of a long sum.
 fn rounding(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::F16 => 1.0 / 2048.0,
@@ -109,7 +109,7 @@ impl Routed {
         Self::call(ids.as_ptr().cast(), false, [ids.len(), top_k, experts], 0, tile_tokens)
     }
 
-    /// `sizes` are slots, top_k, experts.
+    /// Runs `route`. `sizes` are slots, top_k, experts.
     fn call(ids: *const u8, ids_are_i64: bool, sizes: [usize; 3], first_expert: i32, tile_tokens: i32) -> Self {
         let [slots, top_k, experts] = sizes;
         let max_tiles = experts + slots / tile_tokens as usize + 1;

@@ -115,7 +115,7 @@ pub fn mm_mxfp8<'py>(
                     )));
                 }
                 let plan = plan::MmPlan::new(m, n, k, &gpu.device);
-                // Tokens, partial sums and what counts them, each a multiple of 16 bytes.
+                // The workspace holds the tokens, the partial sums and the counters that count them. Each has a multiple of 16 bytes.
                 let arrivals = i64::from(plan.arrivals);
                 let workspace = match plan.token_bytes + plan.partial_bytes + arrivals * 4 {
                     0 => None,
@@ -146,7 +146,7 @@ pub fn mm_mxfp8<'py>(
     })
 }
 
-/// Refuses scales of another dtype or number of dimensions.
+/// Refuses scales with another dtype or number of dimensions.
 fn check_kind(operand: &str, scales: &View) -> Result<()> {
     if ![Elem::U8, Elem::E8M0].contains(&scales.elem) {
         contract!("{operand}: expected dtype uint8, got {}", scales.elem);
@@ -162,7 +162,8 @@ fn of_other_dimensions(operand: &str, scales: &View) -> Error {
     Error::Contract(format!("{operand}: {operand} must be 1D (swizzled) or 2D (non-swizzled), got shape {shape:?}"))
 }
 
-/// A matrix' scales: two dimensions as they lie, or one in the tiles of `layout`. `turned`: [blocks, rows].
+/// The scales of a matrix: a 2D tensor with its strides, or a 1D tensor in the tiles of `layout`. If `turned`, the 2D shape is [blocks,
+/// rows].
 fn scales(
     operand: &'static str,
     scales: &View,

@@ -1,4 +1,4 @@
-//! Which kernel multiplies, on how many CTAs: a function of the shape and the device.
+//! The choice of the dense kernel and the number of its CTAs: a function of the shape and the device.
 
 use crate::device::Device;
 use crate::kernel::Launch;
@@ -6,24 +6,25 @@ use crate::variants::dense::{scale_bytes, tile, FEW, WIDE};
 use crate::variants::routing::STATIC_SHARED;
 use crate::variants::{Family, Variant};
 
-/// K that CTAs take at a time.
+/// Columns of K in a block. CTAs take one block at a time.
 const BLOCK_K: i64 = 128;
 
-/// Tokens that kernels with scales on the sums take.
+/// Most tokens that the kernels for few tokens (which apply scales to sums) take.
 const MOST_FEW: i64 = 32;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MmPlan {
     /// CTAs of a cluster, which share K.
     pub splits: u32,
-    /// Of the wide kernel: tiles that all CTAs share, the first of them. Else 0, as what follows.
+    /// Wide kernel: the first `shared_tiles` tiles are shared by all CTAs. This field and the four below are 0 in the kernels for few
+    /// tokens.
     pub shared_tiles: u32,
     pub tile_tokens: u32,
     pub token_bytes: i64,
-    /// Sums that CTAs leave to others, and how many numbers say that they are there.
+    /// Bytes of the partial sums that CTAs leave to other CTAs, and the number of counters that say that the sums are there.
     pub partial_bytes: i64,
     pub arrivals: u32,
-    /// Of the kernels for few tokens: passes of a CTA and rows of b in each; else 0.
+    /// Kernels for few tokens: passes of a CTA, and rows of b in each pass. 0 in the wide kernel.
     pub passes: u32,
     pub pass_rows: u32,
     launches: [Option<Launch>; 2],
@@ -43,8 +44,9 @@ fn few_shared_bytes(kernel: Variant, k: i64) -> u32 {
     kernel.least_shared_bytes().unwrap_or(0) + scale_bytes(&kernel, k as u32)
 }
 
-/// A CTA or two for a multiprocessor, with equally many rows of b each. What a row's sums go through is the same in all kernels. None: many tokens, or
-/// a K whose scales have no room beside 32 tokens, for fewer tokens too: the other kernel adds up in another order.
+/// The plan of a kernel for few tokens: one or two CTAs for each multiprocessor, with equally many rows of b each. All these kernels add up
+/// a row in the same way. None if there are many tokens, or if the scales of K have no room beside 32 tokens. The second condition counts
+/// for fewer tokens too, because the other kernel adds up in another order.
 fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     let most = device.shared_bytes - STATIC_SHARED;
     if m > MOST_FEW || few_shared_bytes(FEW[FEW.len() - 1], k) > most {
@@ -52,7 +54,7 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     }
     let tokens = FEW.into_iter().map(|kernel| tile(&kernel).1).find(|&tokens| m <= i64::from(tokens))?;
     let up = |size: i64, unit: i64| up_div(size, unit) * unit;
-    // The widest kernel that a CTA's rows fill: tokens come once for a pass.
+    // The widest kernel that a CTA's rows fill. A wider kernel is better because tokens are loaded once for each pass.
     let fitting = |ctas: i64, widest: u32, room: u32| {
         let rows = up(up_div(n, ctas), 4);
         let of_pass = (rows.min(64) as u32).next_power_of_two().clamp(16, 64);
@@ -63,7 +65,7 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
         FEW.into_iter().find(fits).map(|kernel| (kernel, rows))
     };
     let ctas = i64::from(device.multiprocessors);
-    // Two are faster where each fills passes of 32 rows (H200).
+    // Two CTAs are faster if each fills passes of 32 rows (H200).
     let two =
         || fitting(2 * ctas, 32, (device.shared_bytes + 1024) / 2 - 1024).filter(|(kernel, _)| tile(kernel).0 == 32);
     let (kernel, rows) = two().or_else(|| fitting(ctas, 64, most))?;
@@ -100,23 +102,23 @@ fn launch(kernel: Variant, grid: i64, cluster: u32) -> Launch {
     }
 }
 
-/// CTAs in clusters of 1 to 8 that run at once on an H200 of 132 multiprocessors (cudaOccupancyMaxActiveClusters).
+/// CTAs that run at once on an H200 of 132 multiprocessors, in clusters of 1 to 8 (cudaOccupancyMaxActiveClusters).
 const CLUSTERED: [i64; 8] = [132, 132, 117, 120, 110, 102, 105, 120];
 
-/// How CTAs share the wide kernel's tiles.
+/// The way in which CTAs share the wide kernel's tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Sharing {
-    /// Not: each has whole ones.
+    /// CTAs share no tile: each CTA has whole tiles.
     Whole,
     /// The tiles that would not fill the GPU are cut into equal runs of K for all CTAs.
     Runs,
-    /// A cluster of so many for a tile.
+    /// A cluster of this many CTAs shares a tile.
     Cluster(i64),
 }
 
-/// What a tile takes for a K block, in tens of ns; below, what each wave of tiles adds, each part of a cluster's K, runs, and the sums that
-/// another CTA has for 16384 numbers (H200, docs/kernels/mm_mxfp8_sm90.md): the plan that they give was within 2.4 % of the fastest
-/// in 50 of 51 sizes, the other 5 % behind.
+/// Time of a tile for a K block, in tens of ns. The constants below add the time of each wave of tiles, of each part of a cluster's K, of
+/// runs, and of sums that another CTA has for 16384 numbers (H200, docs/kernels/mm_mxfp8_sm90.md). The plan that these costs give was
+/// within 2.4 % of the fastest in 50 of 51 sizes, and 5 % behind in the other one.
 fn block_cost(kernel: Variant) -> i64 {
     match tile(&kernel) {
         (128, 64) => 81,
@@ -131,14 +133,15 @@ const WAVE_COST: i64 = 144;
 const PART_COST: i64 = 115;
 const RUN_COST: i64 = 591;
 const SUMS_COST: i64 = 86;
-/// Blocks that are worth a CTA of their own.
+/// The fewest blocks that are worth a CTA of their own.
 const LEAST_BLOCKS: i64 = 4;
 
 fn up_div(a: i64, b: i64) -> i64 {
     (a + b - 1) / b
 }
 
-/// CTAs that cut the first tiles into runs, and how many tiles those are: all but whole waves, of which the last is shared, too.
+/// (CTAs that cut the first tiles into runs, number of those tiles). Those are all tiles except whole waves, and the last whole wave is
+/// cut, too.
 fn runs(tiles: i64, blocks: i64, ctas: i64) -> (i64, i64) {
     let grid = ctas.min(tiles * (blocks / LEAST_BLOCKS).max(1));
     (grid, tiles - (tiles / grid - 1).max(0) * grid)
@@ -157,7 +160,7 @@ fn cost(kernel: Variant, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -
     }
 }
 
-/// The tile and the sharing that should take least. A cluster's parts of K all run at once.
+/// The plan with the tile and the sharing that should take the least time. All parts of a cluster's K run at once.
 fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
     let blocks = up_div(k, BLOCK_K).max(1);
     let ctas = i64::from(device.multiprocessors);
@@ -210,13 +213,13 @@ mod tests {
     use super::*;
     use crate::device::Arch;
 
-    /// Models' n and k.
+    /// n and k of models.
     const NAMED: [(i64, i64); 6] =
         [(7168, 16384), (4096, 7168), (18432, 7168), (2112, 7168), (24576, 1536), (7168, 2304)];
-    /// Tokens of every kernel for few.
+    /// Numbers of tokens that choose every kernel for few tokens.
     const FEW_TOKENS: [i64; 6] = [1, 8, 9, 16, 17, 32];
 
-    /// Rows of a pass and stages of the kernel, passes and rows of each.
+    /// (rows of a pass and stages of the kernel, passes of a CTA and rows of b in each).
     fn few_kernel(plan: &MmPlan) -> Option<(u32, u32, u32, u32)> {
         match plan.launches().next().map(|launch| launch.variant) {
             Some(kernel) if kernel.family == Family::MmMxfp8FewSm90 => {
@@ -238,7 +241,7 @@ mod tests {
         assert_eq!(chosen, table.into_iter().collect());
     }
 
-    /// What an H200 was fastest with: docs/measured.md.
+    /// The launches that were fastest on an H200; see docs/measured.md.
     #[test]
     fn ctas_of_models_sizes() {
         let device = Device::typical(Arch::SM90);
@@ -276,7 +279,7 @@ mod tests {
             }
             assert!([33, 64].iter().all(|&m| few(m, 4096, k, &device).is_none()));
         }
-        // The wide kernel's tiles and parts of K are then those of one tile of tokens.
+        // The tiles and parts of K of the wide kernel are then the same as for one tile of tokens.
         let long = |m: i64| wide(m, 7168, 1 << 17, &device);
         assert!(FEW_TOKENS.into_iter().all(|m| long(m) == long(1)));
     }

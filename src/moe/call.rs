@@ -1,4 +1,5 @@
-//! A call of a layer on borrowed tensors, whatever its steps: the contract of its output and workspace, then its program.
+//! A call of a layer on borrowed tensors: the contract of its output and workspace, then its program. Routed calls and calls on rows in
+//! order both run here.
 
 use super::elem;
 use super::formats::nvfp4;
@@ -18,16 +19,16 @@ use crate::stats;
 use crate::tensor::{Borrowed, Contract, Dim, Place};
 use pyo3::prelude::*;
 
-/// Operands that their contract has checked, but for `out` and `workspace`.
+/// A call whose operands its contract has checked, except `out` and `workspace`.
 pub struct Call<'a, 'py> {
-    /// What errors call it.
+    /// The call's name in errors.
     pub name: &'static str,
     pub counted_as: stats::Call,
     pub layer: &'a Layer,
     pub desc: CallDesc,
     pub operands: Operands,
     pub x: Borrowed<'py>,
-    /// What the call reads beside x and the layer: scales of x, then two operands of its own.
+    /// Buffers that the call reads beside x and the layer: scales of x, then two operands of its own.
     pub inputs: [(Buffer, *const u8); 3],
     /// The output's dimensions before its columns, with their sizes.
     pub lead: &'a [(Dim, i64)],
@@ -35,15 +36,15 @@ pub struct Call<'a, 'py> {
     pub workspace: Option<&'a Bound<'py, PyAny>>,
 }
 
-/// A call of a layer, as its program sees it.
+/// The description of a call, from which its program is made.
 pub fn describe(layer: &Layer, source: Source, x: X) -> CallDesc {
     let format = layer.desc.format;
-    // On CPUs a layer itself says whether activations become NVFP4.
+    // On CPUs the layer and not its format says whether activations become NVFP4.
     let activations = if nvfp4::rounds(layer) { Activations::Nvfp4 } else { format.activations() };
     CallDesc { layer: layer.desc, source, x, activations, one_x_factor: layer.up.one_x_scale }
 }
 
-/// An error where kernels could not count a batch: they count slots in 31 bits, and vectors of 8 elements (1 in odd rows) in 32.
+/// An error if kernels cannot count a batch. They count slots in 31 bits, and vectors of 8 elements (1 element in odd rows) in 32.
 pub fn require_countable(operand: &str, layer: &LayerDesc, source: Source) -> Result<()> {
     let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
     let slots = match source {
@@ -125,7 +126,8 @@ impl<'py> Call<'_, 'py> {
                 stats::log_plan(|| format!("{desc:?} on the CPU"), || explained(None));
                 let program = plan::program(desc, None)?;
                 let parameters = self.parameters(&memory, &program);
-                // SAFETY: every place is in a tensor that the contract checked, in the layer, or in the workspace, whose ranges are the program's.
+                // SAFETY: every place is in a tensor that the contract checked, in the layer, or in the workspace, whose ranges are the
+                // program's.
                 checked.on_cpu(py, || unsafe { run::on_cpu(self.name, &parameters) })?;
             }
             Place::Cuda(ordinal) => {
@@ -136,8 +138,8 @@ impl<'py> Call<'_, 'py> {
                     run::on_gpu(&stream, self.name, &self.parameters(&memory, &program), scratch.base)
                 };
                 match run(stream.device()) {
-                    // The stream has too small a part of the GPU for a launch whose CTAs wait for each other. Launches apart have the same
-                    // bits. The routing may have been launched by then: it is done anew in the same workspace.
+                    // The stream has too small a part of the GPU for a launch whose CTAs wait for each other. Separate launches have the
+                    // same bits. The routing may have been launched by then: it is done anew in the same workspace.
                     Err(Error::TooLarge(_)) => run(&Device { whole: false, ..stream.device().clone() })?,
                     done => done?,
                 }

@@ -1,4 +1,4 @@
-//! What can be asked about a layer without running it: its workspace and its plan.
+//! The functions that tell of a layer without running it: the size of its workspace, and its plan.
 
 use super::call::require_countable;
 use super::plan::{self, routing::Logits, CallDesc, Routed, Source, Workspace};
@@ -20,8 +20,11 @@ fn of_tokens(tokens: i64, top_k: i64) -> Source {
 #[pyfunction(crate = "crate::python")]
 pub fn workspace_bytes(weights: &Bound<'_, ExpertWeights>, num_tokens: i64, top_k: i64) -> PyResult<usize> {
     guard(|| {
-        if num_tokens < 0 || !(1..=MAX_TOP_K).contains(&top_k) {
-            contract!("expected num_tokens >= 0 and 1 <= top_k <= {MAX_TOP_K}, got {num_tokens} and {top_k}");
+        if num_tokens < 0 {
+            contract!("num_tokens: expected 0 or more, got {num_tokens}");
+        }
+        if !(1..=MAX_TOP_K).contains(&top_k) {
+            contract!("top_k: expected 1 to {MAX_TOP_K}, got {top_k}");
         }
         let layer = weights.get().desc();
         require_countable("num_tokens", layer, of_tokens(num_tokens, top_k))?;
@@ -48,7 +51,7 @@ pub fn shape_workspace_bytes(
     })
 }
 
-/// The layer of these sizes; an error for those that no layer has.
+/// The layer of these sizes, or an error for sizes that no layer has.
 fn described(
     (num_experts, top_k, hidden_size, intermediate_size): (i64, i64, i64, i64),
     num_tokens: i64,

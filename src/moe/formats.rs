@@ -1,5 +1,5 @@
-//! What a format is to a layer. Each has its own file here: the constructor, the checks of its tensors, and the packing for GPUs. What its numbers
-//! are is in its file in `quant`.
+//! Formats of a layer's weights. Each format has its own file here, with the constructor, the checks of its tensors, and the packing for
+//! GPUs. Another file of the format, in `quant`, defines its numbers.
 
 pub mod fp8;
 pub mod fp8_tensor;
@@ -19,17 +19,17 @@ use crate::error::Result;
 use crate::tensor::Contract;
 use pyo3::prelude::*;
 
-/// What the weights of a layer are made of, as a constructor or a call has it. Each format has a type of its own for it.
+/// The properties of a layer's weights that a constructor or a call gives beside the tensors. Each format has a type of its own for them.
 pub trait Source {
     /// Checks the tensors, and describes the layer.
     fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer>;
 
-    /// Whether scales of blocks are powers of two: those that are given in fp32 become E8M0 bytes.
+    /// Whether scales of blocks are powers of two. Scales that are given in fp32 then become E8M0 bytes.
     fn has_e8m0_scales(&self) -> bool {
         false
     }
 
-    /// Whether the packed form takes the place of weights and scales, which are then written.
+    /// Whether packing overwrites the given weights and scales with the packed form.
     fn in_place(&self) -> bool {
         false
     }
@@ -59,8 +59,8 @@ pub fn add_constructors(class: &Bound<'_, PyAny>) -> PyResult<()> {
 /// Checks the tensors of a layer, and describes it.
 pub fn layer(operands: &Operands<'_>, source: &dyn Source, options: &Options<'_, '_>) -> Result<Layer> {
     let mut layer = source.layer(operands, options)?;
-    if options.swiglu.of_experts() {
-        layer.per_expert = options.swiglu.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
+    if options.scalars.of_experts() {
+        layer.per_expert = options.scalars.pointers(layer.place, layer.desc.experts, options.clamp == "after")?;
     }
     Ok(layer)
 }

@@ -1,6 +1,6 @@
-//! Whether top-k ids name experts that there are: on CPUs always, on GPUs where OXMOE_CHECK_IDS=1 asks for it.
+//! The check that top-k ids name existing experts. It is always done on CPUs, and on GPUs with OXMOE_CHECK_IDS=1.
 //!
-//! An id that names no expert, -1 but for it, is a mistake of the caller: most often ids of all ranks' experts that come without `ep_size`.
+//! An id that is not -1 and names no expert is a mistake of the caller: most often ids of all ranks' experts that come without `ep_size`.
 //! Kernels skip such a slot, and its token lacks a part of its sum. On a GPU ids must be read back for the check, which waits for the
 //! stream; a CUDA graph that is being captured has no ids yet, so such calls are not checked.
 
@@ -39,22 +39,23 @@ unsafe fn first_wrong_of(elem: Elem, data: *const u8, count: usize, experts: i64
     }
 }
 
-/// ValueError where an id is neither -1 nor below `experts`, the experts of all ranks (`i64::MAX`: as many as may be). ids: int32 or int64, [tokens, top_k], contiguous.
+/// ValueError if an id is neither -1 nor below `experts`, the number of all ranks' experts (`i64::MAX` if there is no bound).
+/// ids: int32 or int64, [tokens, top_k], contiguous.
 pub fn check(py: Python<'_>, contract: &Contract<'_>, ids: &View, experts: i64) -> Result<()> {
     let count = ids.numel() as usize;
     let wrong = match ids.place {
-        // SAFETY: a tensor of so many ids, which the caller lends.
+        // SAFETY: the tensor has so many ids, and the caller lends it.
         Place::Cpu => unsafe { first_wrong_of(ids.elem, ids.data, count, experts) },
         Place::Cuda(ordinal) if on_gpus() && count > 0 => {
             let stream = Stream::new(gpu(ordinal)?, ids.current_stream(py)?, &contract.finish()?)?;
             if stream.is_capturing()? {
                 return Ok(());
             }
-            // Aligned as either type of ids.
+            // The copy is aligned for either type of ids.
             let mut copy = vec![0u64; ids.bytes().div_ceil(8)];
-            // SAFETY: the tensor's bytes, and at least as many of this vector.
+            // SAFETY: the bytes are the tensor's, and this vector has at least as many.
             unsafe { stream.read("topk_ids", copy.as_mut_ptr().cast(), ids.data, ids.bytes()) }?;
-            // SAFETY: what was copied.
+            // SAFETY: the vector holds the ids that were copied.
             unsafe { first_wrong_of(ids.elem, copy.as_ptr().cast(), count, experts) }
         }
         Place::Cuda(_) => None,

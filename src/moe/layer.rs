@@ -1,9 +1,9 @@
-//! A layer's weights: where they lie.
+//! A layer's weights: their addresses, shapes and scales.
 
 use super::per_expert::{PerExpert, NAMES};
 use super::weight_maps::WeightMaps;
 use crate::desc::LayerDesc;
-use crate::params::{Activation, Dtype, W13Layout};
+use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
 use crate::quant::blocks::Blocks;
 use crate::quant::fp8::GROUP;
 use crate::quant::packed::{Extent, Packed};
@@ -11,7 +11,7 @@ use crate::quant::Weights;
 use crate::tensor::{Borrowed, Place, Span, View};
 use std::sync::Arc;
 
-/// Weights as a call uses them: from `ExpertWeights`, or made for one call of `fused_experts`.
+/// The weights that a call uses. They come from `ExpertWeights`, or are described for one call of `fused_experts`.
 #[derive(Clone, Debug)]
 pub struct Layer {
     pub desc: LayerDesc,
@@ -23,21 +23,22 @@ pub struct Layer {
     pub per_expert: PerExpert,
     pub up_maps: WeightMaps,
     pub down_maps: WeightMaps,
-    /// Keep what `Blocks::least` points at.
+    /// The numbers at which `Blocks::least` points.
     pub least_scales: Vec<Arc<[u8]>>,
-    /// Keep what `Blocks::factors` points at.
+    /// The numbers at which `Blocks::factors` and `Matrix::x_scale` point, if they lie on the host.
     pub numbers: Vec<Arc<[f32]>>,
 }
 
 impl Layer {
-    /// Everything that a call reads of the layer, but for what the layer itself holds (`least_scales`, `numbers`).
+    /// Everything that a call reads of the layer, except the numbers that the layer itself holds (`least_scales`, `numbers`).
     pub fn spans(&self) -> Vec<Span> {
-        // Without `..`: a new field must be thought of here.
-        let Layer { desc, place, up, down, layout: _, activation: _, per_expert, .. } = self;
+        // There is no `..`, so that a new field must be thought of here.
+        let Layer { desc, place, up, down, layout: _, activation, per_expert, .. } = self;
         let Layer { up_maps: _, down_maps: _, least_scales: _, numbers, .. } = self;
         let on_host = |address: *const f32| numbers.iter().any(|held| held.as_ptr() == address);
         let PerExpert { alpha, beta, limit, limit_after: _ } = *per_expert;
-        let of_experts = NAMES.into_iter().zip([alpha, beta, limit]);
+        let names = if activation.kind == ActivationKind::Situ { &NAMES[3..] } else { &NAMES[..3] };
+        let of_experts = names.iter().copied().zip([alpha, beta, limit]);
         let of_experts =
             of_experts.map(|(name, address)| (name, address.cast(), desc.experts as usize * size_of::<f32>()));
         let [up_names, down_names] = [
@@ -49,12 +50,12 @@ impl Layer {
         spans.filter(|span| span.start != 0 && !span.is_empty()).collect()
     }
 
-    /// Whether kernels count whole blocks of rows of w13 and of columns of w2, where these end inside a block.
+    /// Whether rows of w13 and columns of w2 end inside a block, and kernels count whole blocks of them.
     pub fn counts_whole_blocks(&self) -> bool {
         self.up.numbers != self.up.rows
     }
 
-    /// Without tensor maps, and without numbers of single experts.
+    /// A layer without tensor maps, and without numbers of single experts.
     pub fn described(
         (desc, place): (LayerDesc, Place),
         [up, down]: [Matrix; 2],
@@ -76,42 +77,43 @@ impl Layer {
     }
 }
 
-/// A weight matrix per expert, its bias and (on Hopper) its tensor maps.
+/// A weight matrix for each expert, with its scales and bias.
 #[derive(Clone, Copy, Debug)]
 pub struct Matrix {
     pub data: *const u8,
-    /// Of formats with block scales, as a checkpoint has them.
+    /// Formats with block scales: the blocks of a checkpoint's form.
     pub blocks: Option<Blocks>,
-    /// The packed form instead (`data`: its codes).
+    /// The packed form, which replaces `blocks`. `data` then has its codes.
     pub packed: Option<Packed>,
-    /// Of fp8: one for each 128 x 128 block, else null.
+    /// fp8: one scale for each 128 x 128 block of weights. Null in every other format.
     pub block_scales: *const f32,
-    /// Of fp8 with a scale for each row: these, beside ones in `block_scales`. Else null.
+    /// fp8 with a scale for each row: these scales; `block_scales` are then ones. Null in every other format.
     pub row_scales: *const f32,
-    /// Null: no bias.
+    /// The bias, or null.
     pub bias: *const u8,
     pub bias_dtype: Dtype,
-    /// Of fp8 with scales of activations that were made before: the scale of what it multiplies. Of NVFP4 fp32 `[experts]`: what rows that it
-    /// multiplies are multiplied by before they are rounded to NVFP4. Else null.
+    /// fp8 with given scales of activations: the scale of the rows that this matrix multiplies. NVFP4: fp32 `[experts]`, the numbers by
+    /// which these rows are multiplied before they are rounded to NVFP4. Null if the layer has neither.
     pub x_scale: *const f32,
-    /// Of NVFP4 on GPUs: `x_scale` is one number, that of all experts.
+    /// NVFP4 on GPUs: whether `x_scale` has the same number for all experts.
     pub one_x_scale: bool,
-    /// Of an expert, padding included.
+    /// Rows of an expert, padding included.
     pub rows: i64,
-    /// Numbers that an expert has in `bias` and `row_scales`, and rows of which kernels know. Where these take whole blocks alone that is more
-    /// than `rows`: each part of the rows is followed by zeros, which tensor maps and copies of these numbers make.
+    /// Numbers that an expert has in `bias` and `row_scales`, and rows that kernels count. If kernels take whole blocks alone, this may be
+    /// more than `rows`: each part of the rows is followed by zeros, which tensor maps and copies of these numbers make.
     pub numbers: i64,
     /// Columns that are multiplied.
     pub k: i64,
 }
 
-// SAFETY: addresses of memory that `ExpertWeights` owns (it compares `Layer::spans` with its tensors) or that a call has borrowed; it is only read.
+// SAFETY: the addresses are of memory that `ExpertWeights` owns (it compares `Layer::spans` with its tensors) or that a call has borrowed.
+// It is only read.
 unsafe impl Send for Matrix {}
-// SAFETY: as above.
+// SAFETY: the memory is owned or borrowed, and only read; see `Send`.
 unsafe impl Sync for Matrix {}
 
 impl Matrix {
-    /// `rows` x `k` of an expert, without scales; what it multiplies is of `dtype`.
+    /// A matrix of `rows` x `k` for each expert, without scales. The rows that it multiplies have `dtype`.
     pub fn new(data: &View, bias: &Option<Borrowed<'_>>, dtype: Dtype, (rows, k): (i64, i64)) -> Matrix {
         Matrix {
             data: data.data,
@@ -129,12 +131,12 @@ impl Matrix {
         }
     }
 
-    /// Where the weights lie, the rows of an expert and the columns of a row.
+    /// (address of the weights, rows of an expert, columns of a row).
     pub fn extent(&self) -> (*const u8, i64, i64) {
         (self.data, self.rows, self.k)
     }
 
-    /// As in `GroupedGemmParams`.
+    /// The value of `GroupedGemmParams::expert_scales`.
     pub fn expert_scales(&self) -> *const f32 {
         if !self.row_scales.is_null() {
             return self.row_scales;
@@ -143,15 +145,15 @@ impl Matrix {
         self.packed.map_or_else(of_blocks, |packed| packed.expert_scales)
     }
 
-    /// What is read of it, as (operand, address, bytes): weights, scales, scales of rows, bias, scales of activations. Null where there is
-    /// none. `on_host`: whether the layer itself holds these numbers.
+    /// The memory of the matrix that a call reads, as (operand, address, bytes): weights, scales, scales of rows, bias, scales of
+    /// activations. An address is null if there is none. `on_host`: whether the layer itself holds these numbers.
     fn spans(
         &self,
         names: [&'static str; 5],
         desc: &LayerDesc,
         on_host: impl Fn(*const f32) -> bool,
     ) -> [(&'static str, *const u8, usize); 5] {
-        // Without `..`: a new field must be thought of here.
+        // There is no `..`, so that a new field must be thought of here.
         let Matrix {
             data,
             blocks,

@@ -21,15 +21,17 @@ use pyo3::prelude::*;
 /// How rows are divided among experts.
 struct Division<'a> {
     counts: &'a View,
-    /// As in `ScheduleParams`.
+    /// Rows between the first rows of two neighbouring experts. If it is 0, the experts' rows follow each other, each number of rows
+    /// rounded up to a multiple of `alignment`.
     rows_each: i64,
     alignment: i64,
+    /// Rows for which there is room.
     rows: i64,
-    /// Rows of an expert that are expected.
+    /// Expected rows of an expert.
     expected: i64,
 }
 
-/// What both functions share, once x and the counts are checked.
+/// Runs `moe_masked` or `moe_contiguous`, once x and the counts are checked.
 fn run<'py>(
     mut contract: Contract<'_>,
     layer: &Layer,
@@ -70,7 +72,7 @@ fn run<'py>(
     call.run(contract)
 }
 
-/// Checks the type of x: the weights' dtype, or with `x_scale` codes.
+/// Checks the type and shape of x: numbers of the weights' dtype, or codes if there is an `x_scale`.
 fn check_x(contract: &mut Contract<'_>, layer: &Layer, x: &View, dims: &[Dim], scaled: bool) -> Result<()> {
     if !scaled {
         return contract.check("x", x, dims, &[elem(layer.desc.dtype)]);
@@ -119,7 +121,7 @@ pub fn moe_masked<'py>(
         contract.check("masked_m", &counts, &[Dim::Named("experts")], &[Elem::I32])?;
         let m = x_ref.shape()[1];
         let rows = layer.desc.experts.saturating_mul(m);
-        // A full batch of tokens that choose 8 of 256 experts.
+        // The default holds for a full batch of tokens that choose 8 of 256 experts.
         let expected = expected_rows(expected_m, (m + 31) / 32)?;
         let division = Division { counts: &counts, rows_each: m, alignment: 1, rows, expected };
         let lead = [(dims[0], layer.desc.experts), (dims[1], m)];

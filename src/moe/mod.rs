@@ -48,7 +48,7 @@ use tokens::{elem, Tokens};
 use topk::Selection;
 use weights::ExpertWeights;
 
-/// Options of one call that are not tensors.
+/// The options of one call that are not tensors.
 #[derive(Clone, Copy)]
 struct CallOptions {
     routed_scaling_factor: f32,
@@ -76,7 +76,7 @@ enum Routing<'a> {
 
 const MAX_TOP_K: i64 = 32;
 
-/// Runs a routed call, once its tokens and what routes them are checked.
+/// Runs a routed call, once its tokens and its routing are checked.
 fn run<'py>(
     contract: Contract<'_>,
     layer: &Layer,
@@ -250,11 +250,11 @@ fn forward<'py>(
 #[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
 #[pyo3(signature = (x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout="gate_up", activation="silu", gated=None,
-    alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", w13_scale=None, w2_scale=None, format=None, dtype=None,
+    alpha=Scalar::Layer(1.0), beta=Scalar::Layer(0.0), limit=None, clamp="before", situ_beta=None, situ_linear_beta=None, w13_scale=None, w2_scale=None, format=None, dtype=None,
     hidden_size=None, routed_scaling_factor=1.0, apply_router_weight_on_input=false, no_combine=false,
     keep_router_weight=false, ep_size=1, ep_rank=0, x_scale=None, a13_scale=None, a2_scale=None, out=None, workspace=None),
     text_signature = "(x, w13, w2, topk_weights, topk_ids, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, \
-beta=0.0, limit=None, clamp=\"before\", w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None, routed_scaling_factor=1.0, \
+beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, w13_scale=None, w2_scale=None, format=None, dtype=None, hidden_size=None, routed_scaling_factor=1.0, \
 apply_router_weight_on_input=False, no_combine=False, keep_router_weight=False, ep_size=1, ep_rank=0, x_scale=None, a13_scale=None, a2_scale=None, \
 out=None, workspace=None)")]
 pub fn moe_tensors<'py>(
@@ -272,6 +272,8 @@ pub fn moe_tensors<'py>(
     beta: Scalar<'py>,
     limit: Option<Scalar<'py>>,
     clamp: &str,
+    situ_beta: Option<Scalar<'py>>,
+    situ_linear_beta: Option<Scalar<'py>>,
     w13_scale: Option<&Bound<'py, PyAny>>,
     w2_scale: Option<&Bound<'py, PyAny>>,
     format: Option<&str>,
@@ -289,10 +291,10 @@ pub fn moe_tensors<'py>(
     out: Option<&Bound<'py, PyAny>>,
     workspace: Option<&Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
-    let given = Given { alpha, beta, limit };
+    let given = Given { alpha, beta, limit, situ_beta, situ_linear_beta };
     guard(|| {
         let mut contract = Contract::new();
-        let options = Options { layout, activation, gated, swiglu: given.borrow(&mut contract)?, clamp };
+        let options = Options { layout, activation, gated, scalars: given.borrow(&mut contract)?, clamp };
         if let Some(spec) =
             format.and_then(quant::by_name).filter(|spec| spec.format.has_bare_tensors() && spec.format.is_packed())
         {
@@ -342,7 +344,7 @@ fn first_expert(experts: i64, ep_size: i64, ep_rank: i64) -> Result<i64> {
     if ep_size < 1 || !(0..ep_size).contains(&ep_rank) {
         contract!("ep_rank: expected 0 <= ep_rank < ep_size, got ep_rank {ep_rank}, ep_size {ep_size}");
     }
-    // Kernels take ids of all ranks as i32.
+    // Kernels take the ids of all ranks' experts as i32.
     match experts.checked_mul(ep_size) {
         Some(all) if all <= i32::MAX as i64 => Ok(ep_rank * experts),
         _ => contract!("ep_size: {ep_size} ranks of {experts} experts each are beyond 2^31 - 1 experts"),

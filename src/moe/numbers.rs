@@ -1,4 +1,4 @@
-//! What the weights of a layer are made of, from the options of a call on bare tensors or of a constructor.
+//! The format of a layer's weights, from the options of a call on bare tensors.
 
 use super::formats::fp8::{Activations, Scaling};
 use super::formats::plain::Plain;
@@ -10,7 +10,7 @@ use crate::params::Dtype;
 use crate::quant::{self, Format, Weights};
 use crate::tensor::Elem;
 
-/// The formats whose weights a call takes as bare tensors, too.
+/// The formats whose weights a call takes as bare tensors too.
 #[derive(Clone, Debug)]
 pub enum Numbers {
     Plain(Plain),
@@ -29,7 +29,7 @@ impl Numbers {
         }
     }
 
-    /// From the options of `moe_tensors`; without a format it is that of w13's dtype.
+    /// Reads the options of `moe_tensors`. If no format is given, it is the plain format of w13's dtype.
     pub fn new(format: Option<&str>, dtype: Option<&str>, hidden_size: Option<i64>, w13: Elem) -> Result<Numbers> {
         let spec = match format {
             Some(name) => quant::by_name(name).ok_or_else(|| quant::unknown(name))?,

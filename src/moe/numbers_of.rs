@@ -1,4 +1,4 @@
-//! Numbers of experts that are read at load: one for all, one an expert, or one for each part of an expert.
+//! Numbers of experts that are read at load: one for all experts, one for each expert, or one for each part of an expert.
 
 use crate::contract;
 use crate::error::Result;
@@ -7,7 +7,7 @@ use crate::tensor::{Contract, Elem, Place};
 use pyo3::prelude::*;
 use std::sync::Arc;
 
-/// fp32 [E, parts] of a number, or of an fp32 tensor on the CPU with one element, [E] or [E, parts].
+/// fp32 [E, parts], made from a number, or from an fp32 tensor on the CPU with one element, [E] or [E, parts].
 pub fn numbers_of(operand: &'static str, object: &Bound<'_, PyAny>, experts: i64, parts: i64) -> Result<Arc<[f32]>> {
     let count = (experts * parts) as usize;
     if !object.hasattr("__dlpack__")? {
@@ -23,7 +23,7 @@ pub fn numbers_of(operand: &'static str, object: &Bound<'_, PyAny>, experts: i64
     }
     let values: &[f32] = match given.numel() {
         0 => &[],
-        // SAFETY: contiguous fp32 on the host, aligned.
+        // SAFETY: the tensor was checked above: it is contiguous, aligned fp32 on the host.
         numel => unsafe { std::slice::from_raw_parts(given.data.cast(), numel as usize) },
     };
     Ok(match given.shape() {

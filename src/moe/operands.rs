@@ -1,4 +1,4 @@
-//! The tensors of a layer, as they are given and borrowed, and the checks that all formats share.
+//! The tensors of a layer, as Python gives them and as a call borrows them, and the checks that all formats share.
 
 use super::scale_bytes::borrow_scale;
 use crate::contract;
@@ -22,12 +22,13 @@ pub struct Operands<'py> {
     pub w2: Borrowed<'py>,
     pub b13: Option<Borrowed<'py>>,
     pub b2: Option<Borrowed<'py>>,
-    /// Of w13 and w2: E8M0 bytes that were made of fp32 scales are new tensors.
+    /// Scales of w13 and w2. E8M0 bytes that were made of fp32 scales are new tensors.
     pub scales: Option<[Borrowed<'py>; 2]>,
 }
 
 impl<'py> Operands<'py> {
-    /// `fp8`: block scales stay as they are; else they become E8M0. `in_place`: weights and scales are written, too.
+    /// Borrows the tensors. `fp8`: block scales stay as they are; otherwise fp32 scales become E8M0 bytes. `in_place`: weights and scales
+    /// are written too.
     pub fn borrow(
         contract: &mut Contract<'_>,
         arguments: &Arguments<'_, 'py>,
@@ -70,7 +71,7 @@ pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
     Ok(if gated { rows / 2 } else { rows })
 }
 
-/// b13 `[E, rows of w13]` and b2 `[E, hidden]`, where they are given.
+/// Checks b13 `[E, rows of w13]` and b2 `[E, hidden]`, if they are given.
 pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Dim, elems: &[Elem]) -> Result<()> {
     for (name, bias, dim) in [("b13", &operands.b13, Dim::Named("rows of w13")), ("b2", &operands.b2, hidden)] {
         if let Some(bias) = bias {
@@ -80,7 +81,7 @@ pub fn check_biases(contract: &mut Contract, operands: &Operands<'_>, hidden: Di
     Ok(())
 }
 
-/// What kernels can count, and no empty layer.
+/// Refuses empty layers, and sizes that kernels cannot count.
 pub fn check_sizes(w13: &View, hidden: i64) -> Result<()> {
     let (experts, rows, limit) = (w13.shape()[0], w13.shape()[1], i32::MAX as i64 / 2);
     if experts == 0 || rows == 0 || hidden == 0 {

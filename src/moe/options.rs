@@ -1,7 +1,7 @@
-//! The arithmetic of a layer between its GEMMs, from its Python arguments.
+//! The arithmetic of a layer between its GEMMs, read from the Python arguments.
 
 use super::operands::Arguments;
-use super::per_expert::{Given, Scalar, Swiglu};
+use super::per_expert::{Given, Scalar, Scalars};
 use crate::contract;
 use crate::error::{Error, Result};
 use crate::params::{Activation, ActivationKind, Dtype, W13Layout};
@@ -18,11 +18,11 @@ pub struct Options<'a, 'py> {
     pub layout: &'a str,
     pub activation: &'a str,
     pub gated: Option<bool>,
-    pub swiglu: Swiglu<'py>,
+    pub scalars: Scalars<'py>,
     pub clamp: &'a str,
 }
 
-const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh; not gated relu2, silu, gelu, gelu_tanh";
+const ACTIVATIONS: &str = "gated silu, gelu, gelu_tanh, situ; not gated relu2, silu, gelu, gelu_tanh";
 
 impl Options<'_, '_> {
     pub fn gated(&self) -> bool {
@@ -43,28 +43,33 @@ impl Options<'_, '_> {
             ("silu", false) => ActivationKind::Silu,
             ("gelu", false) => ActivationKind::Gelu,
             ("gelu_tanh", false) => ActivationKind::GeluTanh,
+            ("situ", true) => ActivationKind::Situ,
             ("relu2", true) => {
                 return Err(Error::Unsupported(format!("activation gated \"relu2\"; supported: {ACTIVATIONS}")))
             }
+            ("situ", false) => {
+                return Err(Error::Unsupported(format!("activation \"situ\" without gates; supported: {ACTIVATIONS}")))
+            }
             (other, _) => {
-                contract!("activation: expected \"silu\", \"gelu\", \"gelu_tanh\" or \"relu2\", got {other:?}")
+                contract!(
+                    "activation: expected \"silu\", \"gelu\", \"gelu_tanh\", \"relu2\" or \"situ\", got {other:?}"
+                )
             }
         };
-        if kind != ActivationKind::Swiglu && !self.swiglu.is_plain() {
-            contract!(
-                "alpha, beta, limit: only for activation \"silu\" with gated weights, got them with {:?}",
-                self.activation
-            );
-        }
-        self.swiglu.check()?;
-        let Swiglu { alpha, beta, limit, .. } = self.swiglu;
-        let (none, limit) = (f32::INFINITY, limit.unwrap_or(f32::INFINITY));
+        let scalars = &self.scalars;
+        scalars.check_read(kind, self.activation)?;
+        scalars.check()?;
+        let (none, limit) = (f32::INFINITY, scalars.limit());
         let (gate_limit, silu_limit) = match self.clamp {
             "before" => (limit, none),
             "after" => (none, limit),
             other => contract!("clamp: expected \"before\" or \"after\", got {other:?}"),
         };
-        let kind = if self.swiglu.of_experts() { ActivationKind::ExpertSwiglu } else { kind };
+        let (kind, alpha, beta) = match kind {
+            ActivationKind::Situ => (kind, scalars.situ_beta(), scalars.situ_linear_beta()),
+            _ if scalars.of_experts() => (ActivationKind::ExpertSwiglu, scalars.alpha(), scalars.beta()),
+            _ => (kind, scalars.alpha(), scalars.beta()),
+        };
         Ok(Activation { kind, alpha, beta, gate_limit, silu_limit, up_limit: limit })
     }
 }
@@ -89,7 +94,7 @@ pub struct Common<'py> {
 }
 
 impl<'py> Common<'py> {
-    /// Reads the keyword arguments that are not a format's own. `constructor`: what errors call it.
+    /// Reads the keyword arguments that are not a format's own. `constructor`: the constructor's name in errors.
     pub fn new(constructor: &str, options: Option<&Bound<'py, PyDict>>) -> PyResult<Common<'py>> {
         let mut common = Common {
             b13: None,
@@ -97,7 +102,13 @@ impl<'py> Common<'py> {
             layout: "gate_up".into(),
             activation: "silu".into(),
             gated: None,
-            given: Given { alpha: Scalar::Layer(1.0), beta: Scalar::Layer(0.0), limit: None },
+            given: Given {
+                alpha: Scalar::Layer(1.0),
+                beta: Scalar::Layer(0.0),
+                limit: None,
+                situ_beta: None,
+                situ_linear_beta: None,
+            },
             clamp: "before".into(),
         };
         for (name, value) in options.into_iter().flatten() {
@@ -111,6 +122,8 @@ impl<'py> Common<'py> {
                 "alpha" => common.given.alpha = extract(&name, &value)?,
                 "beta" => common.given.beta = extract(&name, &value)?,
                 "limit" => common.given.limit = extract(&name, &value)?,
+                "situ_beta" => common.given.situ_beta = extract(&name, &value)?,
+                "situ_linear_beta" => common.given.situ_linear_beta = extract(&name, &value)?,
                 "clamp" => common.clamp = extract(&name, &value)?,
                 _ => {
                     let text = format!("{constructor}() got an unexpected keyword argument '{name}'");
@@ -133,6 +146,6 @@ impl<'py> Common<'py> {
     /// The arithmetic, whose numbers of experts the contract borrows.
     pub fn options(&self, contract: &mut Contract<'_>) -> Result<Options<'_, 'py>> {
         let Common { layout, activation, gated, given, clamp, .. } = self;
-        Ok(Options { layout, activation, gated: *gated, swiglu: given.borrow(contract)?, clamp })
+        Ok(Options { layout, activation, gated: *gated, scalars: given.borrow(contract)?, clamp })
     }
 }

@@ -1,4 +1,4 @@
-//! What packing a layer's weights for GPUs takes in every format: the stream that it runs on, and the new tensors.
+//! The parts of packing a layer's weights for GPUs that all formats share: the stream, and the new tensors.
 
 use super::layer::{Layer, Matrix};
 use super::operands::{Operands, PackedTensors};
@@ -11,16 +11,16 @@ use crate::quant::ops::check_vectors;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::tensor::{Borrowed, Contract, Elem, Place};
 
-/// What errors call the launches.
+/// The name of the launches in errors.
 pub const OP: &str = "ExpertWeights: packing";
 
-/// The current stream of the GPU that has the tensor. The operands were compared with each other before.
+/// The current stream of the GPU that has the tensor. The contract has compared the operands' places before.
 pub fn stream(name: &str, tensor: &Borrowed<'_>, contract: &Contract<'_>) -> Result<Stream<'static>> {
     let Place::Cuda(ordinal) = tensor.place else { contract!("{name}: is on {}", tensor.place) };
     Stream::new(gpu(ordinal)?, tensor.current_stream(tensor.object().py())?, &contract.finish()?)
 }
 
-/// A new tensor beside another.
+/// A new tensor on the device of `beside`.
 pub fn new_tensor<'py>(
     contract: &mut Contract<'_>,
     beside: &Borrowed<'py>,
@@ -39,7 +39,7 @@ pub struct NewPacked<'py> {
 }
 
 impl<'py> NewPacked<'py> {
-    /// New ones of this extent. `gated`: the rows are those of gate and up.
+    /// New tensors of this extent. `gated`: the rows are gate and up rows.
     pub fn new(
         contract: &mut Contract<'_>,
         beside: &Borrowed<'py>,
@@ -54,7 +54,7 @@ impl<'py> NewPacked<'py> {
         Ok(NewPacked { codes, scales, factors })
     }
 
-    /// The matrix is these tensors from now on. `names`: those of its codes and scales.
+    /// Makes the matrix describe these tensors from now on. `names`: the operands' names of its codes and scales.
     pub fn describe(self, form: Form, names: [&'static str; 2], matrix: &mut Matrix) -> PackedTensors<'py> {
         let NewPacked { codes, scales, factors } = self;
         matrix.data = codes.data;
@@ -71,7 +71,7 @@ pub struct Source<'a> {
     pub experts: i32,
     pub rows: i32,
     pub k: i32,
-    /// The rows are those of gate and up, in `layout`.
+    /// Whether the rows are gate and up rows, in `layout`.
     pub gated: bool,
     pub layout: W13Layout,
     pub codes: *mut u8,
@@ -79,7 +79,8 @@ pub struct Source<'a> {
     pub factors: *mut f32,
 }
 
-/// Packs w13 and w2 into new tensors, with a launch each; `layer` then describes the packed form. `params`: what the form's kernel takes.
+/// Packs w13 and w2 into new tensors, with a launch each; `layer` then describes the packed form. `params` makes the parameters of the
+/// packed form's kernel.
 pub fn pack_both<'py, P: Parameters>(
     layer: &mut Layer,
     contract: &mut Contract<'_>,

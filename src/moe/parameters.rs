@@ -1,5 +1,5 @@
-//! The parameters of a call's steps: kernels and the CPU's functions take the same structs. The program says where everything lies, the layer
-//! has the weights, and the call brings the rest.
+//! The parameters of a call's steps. Kernels and the CPU's functions take the same structs. The program says where everything lies, the
+//! layer has the weights, and the call brings the rest.
 
 use super::layer::Layer;
 use super::plan::steps::{At, Buffer, Gemm, Schedule, BUFFERS};
@@ -10,17 +10,17 @@ use crate::params::{
 };
 use std::ptr::{null, null_mut};
 
-/// Where each buffer of a call begins.
+/// The address at which each buffer of a call begins.
 #[derive(Clone, Copy)]
 pub struct Memory([*mut u8; BUFFERS]);
 
-// SAFETY: addresses of memory that the call has borrowed, or that the layer owns.
+// SAFETY: the addresses are of memory that the call has borrowed, or that the layer owns.
 unsafe impl Send for Memory {}
-// SAFETY: as above.
+// SAFETY: the memory is borrowed by the call or owned by the layer; see `Send`.
 unsafe impl Sync for Memory {}
 
 impl Memory {
-    /// A buffer that is not named is null.
+    /// The addresses of these buffers. A buffer that is not named has the address null.
     pub fn new<const N: usize>(buffers: [(Buffer, *const u8); N]) -> Memory {
         let mut starts = [null_mut(); BUFFERS];
         for (buffer, start) in buffers {
@@ -35,30 +35,31 @@ impl Memory {
     }
 }
 
-/// What a call brings beside shapes and memory.
+/// The data that a call brings beside shapes and memory.
 #[derive(Clone, Copy)]
 pub struct Operands {
-    /// Top-k of router logits; its ids and weights are the program's.
+    /// Top-k of router logits. The program replaces its ids and weights.
     pub select: Option<SelectParams>,
     pub ids_are_i64: bool,
     pub first_expert: i32,
-    /// Weights of the slots multiply GEMM1's sums.
+    /// Whether weights of the slots multiply GEMM1's sums.
     pub weights_on_input: bool,
-    /// Weights of the slots multiply what the combine reads.
+    /// Whether weights of the slots multiply the rows that the combine reads.
     pub weights_on_output: bool,
-    /// The combine keeps the slots' rows apart.
+    /// Whether the combine keeps the slots' rows apart.
     pub keep_slots: bool,
     pub scale: f32,
-    /// As in `ScheduleParams`.
+    /// Rows between the first rows of two neighbouring experts, or 0; see `ScheduleParams`.
     pub rows_each: i32,
     pub alignment: i32,
-    /// As in `ExpandScalesParams`.
+    /// Whether the caller's scales of x are words of four E8M0 bytes; see `ExpandScalesParams`.
     pub scales_are_powers: bool,
+    /// Distances between the caller's scales of neighbouring rows, and of neighbouring groups.
     pub scale_strides: (i64, i64),
 }
 
 impl Operands {
-    /// What calls have that say nothing of it.
+    /// The operands of a call without options.
     pub const NONE: Operands = Operands {
         select: None,
         ids_are_i64: false,
@@ -110,7 +111,7 @@ impl Parameters<'_> {
         self.at(At::range(range))
     }
 
-    /// (tokens, slots a token); rows in order are tokens of one slot each.
+    /// (tokens, slots a token). Rows in order count as tokens with one slot each.
     fn tokens(&self) -> (i32, i32) {
         match self.call.source {
             Source::Routed(Routed { tokens, top_k, .. }) => (tokens as i32, top_k as i32),
@@ -152,7 +153,7 @@ impl Parameters<'_> {
         }
     }
 
-    /// As `plan::Counters` has them.
+    /// The counters in the workspace, which `plan::Counters` describes.
     pub fn counters(&self) -> *mut i32 {
         self.of(&self.program.workspace.counters)
     }
@@ -164,7 +165,7 @@ impl Parameters<'_> {
         self.schedule_of(own, (rows_each, alignment), counters)
     }
 
-    /// GEMM2's own schedule, of the experts' places.
+    /// GEMM2's own schedule, whose rows are the experts' places.
     pub fn down_schedule(&self, own: &Schedule) -> ScheduleParams {
         self.schedule_of(own, (0, 1), (null_mut(), 0))
     }
@@ -268,7 +269,7 @@ impl Parameters<'_> {
         }
     }
 
-    /// Both GEMMs with a schedule, on a GPU of so many multiprocessors.
+    /// Both GEMMs with a schedule, on a GPU with so many multiprocessors.
     pub fn gemm_pair(&self, multiprocessors: u32) -> GemmPairParams {
         let (up, down) = (self.gemm(Side::Up), self.gemm(Side::Down));
         GemmPairParams {
@@ -285,7 +286,7 @@ impl Parameters<'_> {
         }
     }
 
-    /// Both GEMMs of rows that lie expert by expert, whose schedule nobody has made. `counters`: as `Counts::Pair` has them.
+    /// Both GEMMs of rows that lie expert by expert and have no schedule. `counters`: those of `Counts::Pair`.
     pub fn gemm_pair_of_rows(&self, multiprocessors: u32, counters: *mut i32) -> GemmPairParams {
         let (mut pair, schedule) = (self.gemm_pair(multiprocessors), self.schedule());
         pair.up.next_unit = counters;
@@ -331,7 +332,7 @@ impl Parameters<'_> {
         }
     }
 
-    /// The routing as well. `counters`: as `Counts::Layer` has them.
+    /// The routing, both GEMMs and the combine. `counters`: those of `Counts::Layer`.
     pub fn routed_layer(&self, select: SelectParams, counters: *mut i32) -> RoutedLayerParams {
         let layer = LayerParams { tiles_done: null_mut(), rows_done: null_mut(), ..self.layer() };
         let blocks = |gemm: &GroupedGemmParams| (gemm.k as u32).div_ceil(64) as i32;

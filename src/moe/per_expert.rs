@@ -1,17 +1,25 @@
-//! alpha, beta and limit of SwiGLU: numbers of the layer, or tensors with one for each expert.
+//! The numbers of activations: alpha, beta and limit of SwiGLU, situ_beta and situ_linear_beta of SiTU. They are numbers of the layer, or tensors
+//! with one for each expert.
 
 use crate::contract;
 use crate::error::Result;
+use crate::params::ActivationKind;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 use pyo3::types::{PyFloat, PyInt};
 
-pub const NAMES: [&str; 3] = ["alpha", "beta", "limit"];
+pub const NAMES: [&str; 5] = ["alpha", "beta", "limit", "situ_beta", "situ_linear_beta"];
+const LIMIT: usize = 2;
+/// SiTU's numbers in `NAMES`.
+const SITU: std::ops::Range<usize> = 3..5;
+/// situ_beta of SiTU if none is given. It is Kimi-K3's, and the default of SGLang's and flashinfer's kernels.
+const SITU_BETA: f32 = 4.0;
 
-/// One of the three as Python gives it.
+/// One of the numbers, as Python gives it.
 pub enum Scalar<'py> {
+    /// A number of the layer.
     Layer(f32),
-    /// fp32 [E].
+    /// A tensor, fp32 [E].
     Experts(Bound<'py, PyAny>),
 }
 
@@ -37,91 +45,149 @@ impl<'py> Scalar<'py> {
     }
 }
 
-/// The three as Python gives them.
+/// The numbers, as Python gives them. None is the activation's default.
 pub struct Given<'py> {
     pub alpha: Scalar<'py>,
     pub beta: Scalar<'py>,
     pub limit: Option<Scalar<'py>>,
+    pub situ_beta: Option<Scalar<'py>>,
+    pub situ_linear_beta: Option<Scalar<'py>>,
+}
+
+/// The numbers as attributes of `ExpertWeights`.
+pub struct Objects {
+    pub alpha: Py<PyAny>,
+    pub beta: Py<PyAny>,
+    pub limit: Option<Py<PyAny>>,
+    pub situ_beta: Option<Py<PyAny>>,
+    pub situ_linear_beta: Option<Py<PyAny>>,
 }
 
 impl<'py> Given<'py> {
-    pub fn borrow(&self, contract: &mut Contract<'_>) -> Result<Swiglu<'py>> {
-        let mut swiglu = Swiglu { alpha: 1.0, beta: 0.0, limit: None, experts: [None, None, None] };
-        for (i, given) in [Some(&self.alpha), Some(&self.beta), self.limit.as_ref()].into_iter().enumerate() {
+    pub fn borrow(&self, contract: &mut Contract<'_>) -> Result<Scalars<'py>> {
+        let Given { alpha, beta, limit, situ_beta, situ_linear_beta } = self;
+        let all = [Some(alpha), Some(beta), limit.as_ref(), situ_beta.as_ref(), situ_linear_beta.as_ref()];
+        let mut numbers = Scalars { layer: [None; 5], experts: [const { None }; 5] };
+        for (i, given) in all.into_iter().enumerate() {
             match given {
-                Some(Scalar::Experts(tensor)) => swiglu.experts[i] = Some(contract.input(NAMES[i], tensor)?),
-                Some(Scalar::Layer(number)) => match i {
-                    0 => swiglu.alpha = *number,
-                    1 => swiglu.beta = *number,
-                    _ => swiglu.limit = Some(*number),
-                },
+                Some(Scalar::Experts(tensor)) => numbers.experts[i] = Some(contract.input(NAMES[i], tensor)?),
+                Some(Scalar::Layer(number)) => numbers.layer[i] = Some(*number),
                 None => {}
             }
         }
-        Ok(swiglu)
+        Ok(numbers)
     }
 
-    /// alpha, beta and limit as attributes of `ExpertWeights`.
-    pub fn objects(&self, py: Python<'py>) -> (Py<PyAny>, Py<PyAny>, Option<Py<PyAny>>) {
-        (self.alpha.object(py), self.beta.object(py), self.limit.as_ref().map(|limit| limit.object(py)))
+    /// The attributes of `ExpertWeights` with this kind of activation.
+    pub fn objects(&self, py: Python<'py>, kind: ActivationKind) -> Objects {
+        let object = |given: &Option<Scalar<'py>>| given.as_ref().map(|number| number.object(py));
+        let situ_beta = (kind == ActivationKind::Situ).then(|| Scalar::Layer(SITU_BETA).object(py));
+        Objects {
+            alpha: self.alpha.object(py),
+            beta: self.beta.object(py),
+            limit: object(&self.limit),
+            situ_beta: object(&self.situ_beta).or(situ_beta),
+            situ_linear_beta: object(&self.situ_linear_beta),
+        }
     }
 }
 
-/// The same, borrowed: numbers of the layer, neutral where the experts have their own.
-pub struct Swiglu<'py> {
-    pub alpha: f32,
-    pub beta: f32,
-    pub limit: Option<f32>,
-    /// alpha, beta and limit of the experts.
-    pub experts: [Option<Borrowed<'py>>; 3],
+/// The numbers, borrowed for one call, in the order of `NAMES`.
+pub struct Scalars<'py> {
+    layer: [Option<f32>; 5],
+    /// Tensors with a number for each expert.
+    pub experts: [Option<Borrowed<'py>>; 5],
 }
 
-impl Swiglu<'_> {
-    /// Whether any of the three is a tensor.
+impl Scalars<'_> {
+    /// The layer's alpha. It is 1 if the experts have their own.
+    pub fn alpha(&self) -> f32 {
+        self.layer[0].unwrap_or(1.0)
+    }
+
+    pub fn beta(&self) -> f32 {
+        self.layer[1].unwrap_or(0.0)
+    }
+
+    pub fn limit(&self) -> f32 {
+        self.layer[LIMIT].unwrap_or(f32::INFINITY)
+    }
+
+    pub fn situ_beta(&self) -> f32 {
+        self.layer[SITU.start].unwrap_or(SITU_BETA)
+    }
+
+    /// The layer's situ_linear_beta. It is +inf if up has no bound.
+    pub fn situ_linear_beta(&self) -> f32 {
+        self.layer[SITU.start + 1].unwrap_or(f32::INFINITY)
+    }
+
+    /// Whether any of the numbers is a tensor.
     pub fn of_experts(&self) -> bool {
         self.experts.iter().any(Option::is_some)
     }
 
-    /// silu(gate) * up, without a bound.
-    pub fn is_plain(&self) -> bool {
-        self.alpha == 1.0 && self.beta == 0.0 && self.limit.is_none() && !self.of_experts()
-    }
-
-    /// Refuses numbers of the layer that are none.
-    pub fn check(&self) -> Result<()> {
-        if !self.alpha.is_finite() || !self.beta.is_finite() || !self.limit.is_none_or(is_limit) {
+    /// Refuses numbers that activations of this kind do not read. `activation`: the activation's name in errors.
+    pub fn check_read(&self, kind: ActivationKind, activation: &str) -> Result<()> {
+        let swiglu = self.experts[..SITU.start].iter().any(Option::is_some);
+        let plain = self.alpha() == 1.0 && self.beta() == 0.0 && self.layer[LIMIT].is_none() && !swiglu;
+        if kind != ActivationKind::Swiglu && !plain {
             contract!(
-                "alpha and beta must be finite and limit positive, got alpha {}, beta {}, limit {:?}",
-                self.alpha,
-                self.beta,
-                self.limit
+                "alpha, beta, limit: only for activation \"silu\" with gated weights, got them with {activation:?}"
             );
+        }
+        let given = |i: usize| self.layer[i].is_some() || self.experts[i].is_some();
+        if let Some(i) = SITU.into_iter().find(|&i| kind != ActivationKind::Situ && given(i)) {
+            contract!("{}: only for activation \"situ\", got it with {activation:?}", NAMES[i]);
         }
         Ok(())
     }
 
-    /// Checks the tensors: fp32 [experts] at `place`; on CPU also what is in them.
+    /// Refuses numbers of the layer that are out of range.
+    pub fn check(&self) -> Result<()> {
+        for (name, number) in [("alpha", self.alpha()), ("beta", self.beta())] {
+            if !number.is_finite() {
+                contract!("{name}: expected a finite number, got {number}");
+            }
+        }
+        if let Some(limit) = self.layer[LIMIT].filter(|&limit| !is_limit(limit)) {
+            contract!("limit: expected a positive number or None (no limit), got {limit}");
+        }
+        for i in SITU {
+            if let Some(number) = self.layer[i].filter(|&number| !is_situ(number)) {
+                contract!("{}: expected a number from 2^-60 to 2^60, got {number}", NAMES[i]);
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that the tensors are fp32 [experts] at `place`; on CPUs also checks their numbers.
     pub fn pointers(&self, place: Place, experts: i64, limit_after: bool) -> Result<PerExpert> {
         let mut contract = Contract::new().with("w13", place, &[("experts", experts)]);
-        let mut pointers = [std::ptr::null(); 3];
+        let mut pointers = [std::ptr::null(); 5];
         for (i, tensor) in self.experts.iter().enumerate() {
             let Some(tensor) = tensor else { continue };
             let name = NAMES[i];
             contract.check(name, tensor, &[Dim::Named("experts")], &[Elem::F32])?;
             let data = tensor.data.cast::<f32>().cast_const();
             if place == Place::Cpu {
-                // SAFETY: a contiguous, aligned tensor of this many numbers.
+                // SAFETY: `check` saw a contiguous, aligned tensor of this many numbers.
                 let numbers = unsafe { std::slice::from_raw_parts(data, experts as usize) };
-                let right = |number: f32| if i == 2 { is_limit(number) } else { number.is_finite() };
+                let (right, expected): (fn(f32) -> bool, _) = match i {
+                    LIMIT => (is_limit, "positive numbers"),
+                    i if SITU.contains(&i) => (is_situ, "numbers from 2^-60 to 2^60"),
+                    _ => (f32::is_finite, "finite numbers"),
+                };
                 if let Some(expert) = numbers.iter().position(|&number| !right(number)) {
-                    let expected = if i == 2 { "positive" } else { "finite" };
-                    contract!("{name}: expected {expected} numbers, got {} for expert {expert}", numbers[expert]);
+                    contract!("{name}: expected {expected}, got {} for expert {expert}", numbers[expert]);
                 }
             }
             pointers[i] = data;
         }
-        let [alpha, beta, limit] = pointers;
-        Ok(PerExpert { alpha, beta, limit, limit_after })
+        // SwiGLU and SiTU read none of each other's numbers.
+        let [alpha, beta, limit, situ_beta, situ_linear_beta] = pointers;
+        let either = |a: *const f32, b: *const f32| if a.is_null() { b } else { a };
+        Ok(PerExpert { alpha: either(alpha, situ_beta), beta: either(beta, situ_linear_beta), limit, limit_after })
     }
 }
 
@@ -129,13 +195,19 @@ fn is_limit(number: f32) -> bool {
     number > 0.0
 }
 
-/// What a call reads: fp32 [experts] or null, which is the layer's number.
+/// The range is bounded because kernels multiply by the reciprocal, and by 7.
+fn is_situ(number: f32) -> bool {
+    (2f32.powi(-60)..=2f32.powi(60)).contains(&number)
+}
+
+/// The numbers that a call reads: fp32 [experts], or null if the layer's number serves all experts. For SiTU, alpha and beta are situ_beta
+/// and situ_linear_beta.
 #[derive(Clone, Copy, Debug)]
 pub struct PerExpert {
     pub alpha: *const f32,
     pub beta: *const f32,
     pub limit: *const f32,
-    /// `limit` bounds the gate after the sigmoid, not before.
+    /// Whether `limit` bounds the gate after the sigmoid, not before.
     pub limit_after: bool,
 }
 
@@ -144,7 +216,7 @@ impl PerExpert {
         PerExpert { alpha: std::ptr::null(), beta: std::ptr::null(), limit: std::ptr::null(), limit_after: false };
 }
 
-// SAFETY: addresses of tensors that ExpertWeights or the caller keeps alive and nobody here writes.
+// SAFETY: the addresses are of tensors that ExpertWeights or the caller keeps alive and nobody here writes.
 unsafe impl Send for PerExpert {}
-// SAFETY: as above.
+// SAFETY: the tensors are kept alive and not written here; see `Send`.
 unsafe impl Sync for PerExpert {}

@@ -45,17 +45,24 @@ const MIN_TILE_TOKENS: i32 = 8;
 /// CPU tiles: wide enough that a weight panel is read once for all tokens of an expert in every usual batch.
 pub const CPU_TILE_TOKENS: i32 = 128;
 
-/// The most schedule entries that `slots` slots over `experts` experts can need: every expert may have one partial tile.
+/// The most tiles of a schedule for `slots` slots of `experts` experts: every expert may have one partial tile.
 pub fn max_tiles(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     let partial = slots.min(experts);
     (partial + (slots - partial) / tile_tokens as i64) as i32
 }
 
-/// What a GEMM2 that begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh) knows of that.
+/// The units of work if each tile has a unit for each block of rows. Only sizes that no memory holds, as `explain` takes them, do not fit into
+/// 32 bits.
+pub fn units(tiles: u32, row_blocks: u32) -> u32 {
+    tiles.saturating_mul(row_blocks)
+}
+
+/// The facts of GEMM1 for a GEMM2 that begins where GEMM1 ends (csrc/moe/gemm_overlap_sm90.cuh).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Overlap {
+    /// CTAs of GEMM1.
     pub ctas: u32,
-    /// For a tile.
+    /// Units of GEMM1 for a tile.
     pub units: u32,
 }
 
@@ -67,7 +74,7 @@ fn element(dtype: Dtype) -> Element {
     }
 }
 
-/// An error where no kernel of this GPU takes the layer.
+/// An error if no kernel of this GPU takes the layer.
 pub fn require(layer: &LayerDesc, device: &Device) -> Result<()> {
     layer.format.require_cuda()?;
     if layer.format.is_fp8() {
@@ -90,17 +97,17 @@ pub fn routing(
     let (tokens, top_k, experts) = (tokens as u32, top_k as u32, experts as u32);
     RoutingPlan::new(&RoutingDesc { tokens, top_k, experts, logits, sm: device.arch.0 }).ok_or_else(|| {
         Error::Unsupported(format!(
-            "routing {experts} experts with top-{top_k}, logits {logits:?}; supported on GPUs: up to {} experts held here, {} with a logit in up to 32 groups, top_k up to {}",
-            routing::MAX_EXPERTS + routing::MAX_TOP_K, routing::MAX_EXPERTS, routing::MAX_TOP_K
+            "routing {experts} experts with top-{top_k}, logits {logits:?}; supported on GPUs: up to {} experts, fused shared ones included, with logits in up to 32 groups, top_k up to {}",
+            routing::MAX_EXPERTS, routing::MAX_TOP_K
         ))
     })
 }
 
-/// One grouped GEMM as the tile choice sees it.
+/// One grouped GEMM, as data for the choice of its tile.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GemmDesc {
     pub element: Element,
-    /// Of the weights.
+    /// Format of the weights.
     pub format: Format,
     pub gated: bool,
     pub slots: i64,
@@ -116,15 +123,16 @@ impl GemmDesc {
     }
 }
 
-/// A schedule from counts.
+/// The launch that makes a schedule from the experts' numbers of rows.
 fn schedule() -> Launch {
     let variant = Variant::of(Family::Schedule);
     Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// Columns that a thread of the combine takes. Few outputs: less code to fetch; many: fewer and larger loads. us on H200 with 2, 4 and 8:
-/// a layer of qwen3 at M = 16 195.1, 196.1, 197.6, at M = 256 303.5, 303.5, 307.6 (8 with spills); the combine alone at M = 4096 72, 51, 37.
-/// The borders between them are chosen, not measured.
+/// Columns that a thread of the combine takes. With few outputs, few columns are better: there is less code to fetch. With many outputs,
+/// many columns are better: loads are fewer and larger. us on H200 with 2, 4 and 8 columns:
+/// a layer of qwen3 at M = 16 195.1, 196.1, 197.6, at M = 256 303.5, 303.5, 307.6 (8 with spills); the combine alone at M = 4096 72, 51,
+/// 37. The borders between them are chosen, not measured.
 pub fn combine_columns(tokens: i64, hidden: i64) -> u32 {
     match hidden % 8 {
         0 if tokens * hidden <= 1 << 19 => 2,
@@ -134,14 +142,14 @@ pub fn combine_columns(tokens: i64, hidden: i64) -> u32 {
     }
 }
 
-/// Combine: a CTA takes a part of one token's row.
+/// The launch of the combine. A CTA takes a part of one token's row.
 fn combine(tokens: i64, hidden: i64, element: Element) -> Launch {
     let variant = variants::routing::combine(element);
     let parts = (hidden as u32).div_ceil(variant.threads() * combine_columns(tokens, hidden));
-    Launch { variant, grid: parts * tokens as u32, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+    Launch { variant, grid: units(tokens as u32, parts), block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// Every kernel that some call of this layer can use on this device: loaded with the weights.
+/// Every kernel that some call of this layer can use on this device. These kernels are loaded with the weights.
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let mut all = (set_of(device, layer).variants)(layer);
     all.extend([variants::routing::combine(element(layer.dtype)), Variant::of(Family::Schedule)]);
@@ -150,8 +158,9 @@ pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     all
 }
 
-/// Bytes that must move and flops that must be done, as times on a device: (memory, compute) in microseconds. Each expert that is
-/// expected to be active under uniform routing is read once, x and the output once. e4m3 products take half the time of bf16's.
+/// The least times of a call on a device, (memory, compute) in microseconds, from the bytes that must move and the flops that must be done.
+/// Each expert that is expected to be active under uniform routing is read once, as are x and the output. e4m3 products take half the
+/// time of bf16 products.
 pub fn floor(layer: &LayerDesc, routed: &Routed, device: &Device) -> (f64, f64) {
     let Routed { tokens, top_k, .. } = *routed;
     let spec = layer.format.spec();
@@ -164,7 +173,7 @@ pub fn floor(layer: &LayerDesc, routed: &Routed, device: &Device) -> (f64, f64) 
     (memory * 1e6, slots * 2.0 * weights / (device.flops * spec.speed) * 1e6)
 }
 
-/// The program as text. `device` None: the CPU backend.
+/// The program as text. `device`: None for the CPU backend.
 pub fn explain(call: &CallDesc, device: Option<&Device>) -> Result<String> {
     match call.source {
         Source::Routed(routed) => explain_routed(call, &routed, device),

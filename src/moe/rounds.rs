@@ -1,4 +1,5 @@
-//! The steps that round activations: x before GEMM1, and GEMM1's output before GEMM2. Kernels and the CPU take the same parameters.
+//! The steps that round activations: x before GEMM1, and GEMM1's output before GEMM2. Kernels and the CPU's functions take the same
+//! parameters.
 
 use super::parameters::{Operands, Parameters};
 use super::plan::rounds::{Fp8, Numbers, Nvfp4, Round, Which};
@@ -14,7 +15,7 @@ use crate::quant::fp8_ops;
 use std::fmt::Display;
 use std::ptr::{null, null_mut};
 
-/// The parameters of a step.
+/// The parameters of a step that rounds.
 enum Rounding {
     Fp8(QuantizeFp8Params),
     Fp8Scales(ExpandScalesParams),
@@ -25,7 +26,7 @@ enum Rounding {
     Nvfp4(RoundNvfp4Params),
 }
 
-/// Launches a step.
+/// Launches a step that rounds.
 pub fn launch(
     stream: &Stream<'_>,
     op: impl Display,
@@ -42,7 +43,7 @@ pub fn launch(
     }
 }
 
-/// Does a step on the CPU.
+/// Does a step that rounds on the CPU.
 ///
 /// # Safety
 /// The places that the program names must be valid for the call's shapes, and the schedule must have been written.
@@ -72,7 +73,7 @@ fn of(parameters: &Parameters<'_>, round: &Round) -> Rounding {
     }
 }
 
-/// The tiles of the schedule and their number; null where a step takes all rows.
+/// The tiles of the schedule and their number. Both are null if a step takes all rows.
 fn tiles(parameters: &Parameters<'_>, which: Which) -> (*const Tile, *const i32) {
     let schedule = &parameters.program.schedule;
     match which {
@@ -85,7 +86,7 @@ fn fp8(parameters: &Parameters<'_>, round: &Round, own: &Fp8) -> QuantizeFp8Para
     let (call, program) = (parameters.call, parameters.program);
     let in_tiles = round.which == Which::OfTiles;
     let (tiles, tile_count) = if in_tiles { tiles(parameters, round.which) } else { (null(), null()) };
-    // The number of placed slots stands behind the experts' first places.
+    // The number of placed slots lies after the experts' first places.
     let placed = At::range(&program.workspace.offsets).plus(call.layer.experts as usize * size_of::<i32>());
     let (place_of_slot, top_k): (*mut i32, i64) = if own.to_places {
         (parameters.at(At::range(&program.workspace.place_of_slot)), call.slots() / round.rows)
@@ -131,7 +132,7 @@ fn fp8_scales(parameters: &Parameters<'_>, round: &Round) -> ExpandScalesParams 
     }
 }
 
-/// Rows of MXFP8, or of e4m3 with one scale a row.
+/// The parameters for rounding rows to MXFP8, or to e4m3 with one scale a row.
 fn rows(parameters: &Parameters<'_>, round: &Round) -> QuantizeRowsParams {
     let (tiles, tile_count) = tiles(parameters, round.which);
     QuantizeRowsParams {

@@ -1,11 +1,11 @@
-//! Routing that stands alone: the launches of `sort_by_expert`, and what `topk` gives the routing's kernels.
+//! Routing that stands alone: the launches of `sort_by_expert`, and the sort parameters of `topk`, which sorts nothing.
 
 use super::plan::routing::RoutingPlan;
 use crate::error::Result;
 use crate::kernel::Stream;
 use crate::params::RouteParams;
 
-/// What top-k gets when nothing is sorted.
+/// The sort parameters of a top-k after which nothing is sorted.
 pub const NO_SORT: RouteParams = RouteParams {
     ids: std::ptr::null(),
     ids_are_i64: false,

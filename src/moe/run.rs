@@ -11,7 +11,7 @@ use crate::tma::{self, TensorMap};
 use crate::variants::Family;
 use std::fmt;
 
-/// What errors call a step: the call and the step.
+/// The name of a step in errors: its call and its task.
 #[derive(Clone, Copy)]
 struct Name<'a>(&'a str, Task);
 
@@ -21,14 +21,15 @@ impl fmt::Display for Name<'_> {
     }
 }
 
-/// A program that has a step which its device does not run.
+/// The error for a program with a step that its device does not run.
 fn misplaced(op: &str, task: Task) -> Error {
     Error::Cuda(format!("oxmoe: internal error, please report it: {op}: {task:?} on the wrong device"))
 }
 
-/// Launches all steps. `call`: what errors call it; `workspace`: where that starts, by which the counters of some launches are known.
+/// Launches all steps. `call`: the call's name in errors. `workspace`: its address, by which the counters of some launches are found.
 pub fn on_gpu(stream: &Stream<'_>, call: &str, parameters: &Parameters<'_>, workspace: *mut u8) -> Result<()> {
-    // Before anything is launched: an error where it is known that the stream cannot hold a launch whose CTAs wait for each other.
+    // A launch whose CTAs wait for each other may be too large for the stream. If that is known, it is an error before anything is
+    // launched.
     let waits = |step: &Step| matches!(step.task, Task::Layer | Task::RoutedLayer);
     let too_large = |step: &Step| waits(step) && step.launch.is_some_and(|launch| !stream.holds(&launch));
     if parameters.program.steps().any(too_large) {
@@ -94,7 +95,7 @@ impl Runner<'_> {
         }
     }
 
-    /// Counters of a launch before which no other launch makes them zero.
+    /// Counters of a launch before which no other launch sets them to 0.
     fn own_counters(&self, name: Name<'_>, counts: Counts) -> Result<*mut i32> {
         counters::of_launch(self.stream, name, counts, self.workspace, self.parameters.counters())
     }
@@ -110,7 +111,7 @@ impl Runner<'_> {
             Family::GroupedGemmFp8OrderedSm90 => {
                 let ordered = p.ordered_gemm(side);
                 let (rows, columns) = (p.program.gemms[side as usize].order.rows, 2 * ordered.gemm.k);
-                // NOTE: here and not at load: x lies elsewhere in every call.
+                // NOTE: the map is encoded here and not at load, because x lies elsewhere in every call.
                 let tokens = tma::encode_rows_e4m3(ordered.gemm.x, rows as u64, columns as u64)?;
                 self.stream.launch(name, launch, (map()?, &tokens, &ordered))
             }
@@ -131,12 +132,12 @@ impl Runner<'_> {
 /// # Safety
 /// Every place that the program names is valid for the call's shapes.
 pub unsafe fn on_cpu(call: &str, parameters: &Parameters<'_>) -> Result<()> {
-    // SAFETY: the caller's contract, for each step.
+    // SAFETY: the caller's contract holds for each step.
     parameters.program.steps().try_for_each(|step| unsafe { step_on_cpu(call, parameters, step.task) })
 }
 
 /// # Safety
-/// As for `on_cpu`, and the steps before this one are done.
+/// Every place that the program names is valid for the call's shapes, and the steps before this one are done.
 unsafe fn step_on_cpu(call: &str, p: &Parameters<'_>, task: Task) -> Result<()> {
     let (layer, dtype) = (p.layer, p.layer.desc.dtype);
     // SAFETY: the caller's contract.

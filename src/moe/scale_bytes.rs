@@ -1,4 +1,4 @@
-//! Block scales that are given as fp32 powers of two: they become E8M0 bytes when weights are loaded.
+//! Block scales that are given as fp32 powers of two. They become E8M0 bytes when weights are loaded.
 
 use crate::contract;
 use crate::device::gpu;
@@ -13,7 +13,7 @@ use pyo3::prelude::*;
 
 const OP: &str = "ExpertWeights: scales";
 
-/// Borrows block scales and what owns them: fp32 powers of two become a new tensor of E8M0 bytes.
+/// Borrows block scales. fp32 powers of two become a new tensor of E8M0 bytes.
 pub fn borrow_scale<'py>(
     operand: &'static str,
     object: &Bound<'py, PyAny>,
@@ -41,9 +41,9 @@ pub fn borrow_scale<'py>(
     Ok(made)
 }
 
-/// Writes the bytes; returns the first number that has none, and its index.
+/// Writes the bytes. Returns the first scale that has no byte, and its index.
 fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> Option<(usize, f32)> {
-    // SAFETY: both are contiguous tensors of as many elements; nobody else has the new one.
+    // SAFETY: both are contiguous tensors of as many elements, and nobody else has the new one.
     let (scales, out) = unsafe {
         let count = given.numel() as usize;
         (std::slice::from_raw_parts(given.data.cast::<f32>(), count), std::slice::from_raw_parts_mut(made.data, count))
@@ -64,7 +64,7 @@ fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> 
     wrong.map(|wrong| (wrong, scales[wrong]))
 }
 
-/// Writes the bytes on the GPU, and waits for it: what is wrong must be said before the weights are used.
+/// Writes the bytes on the GPU, and waits for it, because a wrong scale must be an error before the weights are used.
 fn scale_bytes_on_cuda(
     ordinal: i32,
     contract: &mut Contract<'_>,

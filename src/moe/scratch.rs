@@ -5,7 +5,7 @@ use crate::error::{try_vec, Result};
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place};
 use pyo3::prelude::*;
 
-/// A workspace and what keeps it alive for the call.
+/// A workspace, and the memory that keeps it alive during the call.
 pub struct Scratch<'py> {
     pub base: *mut u8,
     _own: Vec<u128>,
@@ -13,7 +13,7 @@ pub struct Scratch<'py> {
 }
 
 impl<'py> Scratch<'py> {
-    /// The caller's workspace, or one for this call.
+    /// The caller's workspace, or a new one for this call.
     pub fn new(
         x: &Borrowed<'py>,
         given: Option<&Bound<'py, PyAny>>,
@@ -34,7 +34,7 @@ impl<'py> Scratch<'py> {
         if given.bytes() < bytes {
             contract!("workspace: expected at least {bytes} bytes (workspace_bytes), got {}", given.bytes());
         }
-        // What torch's allocators give: 64 on CPU, 512 on GPUs.
+        // torch's allocators align to 64 bytes on CPU, and to 512 on GPUs.
         let alignment = if x.place == Place::Cpu { 64 } else { crate::workspace::ALIGNMENT };
         if !(given.data as usize).is_multiple_of(alignment) {
             contract!("workspace: must be {alignment}-byte aligned, got address {:p}", given.data);

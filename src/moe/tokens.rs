@@ -1,4 +1,4 @@
-//! A call's input: numbers of the layer's dtype, or e4m3 or NVFP4 that the caller quantised, with its scales.
+//! A call's x: numbers of the layer's dtype, or e4m3 or NVFP4 codes that the caller quantised, with their scales.
 
 use super::formats::nvfp4;
 pub use super::given_scales::GivenScales;
@@ -19,8 +19,8 @@ pub struct Tokens<'py> {
 }
 
 impl<'py> Tokens<'py> {
-    /// x [T, H] of the layer's dtype; with x_scale float8_e4m3fn of fp8 layers, or of nvfp4 layers that round their tokens pairs of
-    /// e2m1 codes [T, H / 2].
+    /// Borrows and checks x: [T, H] of the layer's dtype. With x_scale, x is float8_e4m3fn for fp8 layers. For nvfp4 layers that round
+    /// their tokens it is pairs of e2m1 codes [T, H / 2].
     pub fn borrow(
         layer: &Layer,
         (x, x_scale): (&Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
@@ -59,7 +59,7 @@ impl<'py> Tokens<'py> {
 }
 
 impl Tokens<'_> {
-    /// What x is made of, as the call's program sees it.
+    /// The kind of x, from which the call's program is made.
     pub fn form(&self, layer: &LayerDesc) -> X {
         let is_table = |scale: &GivenScales| scale.is_table(self.x.shape()[0], layer.hidden / GROUP as i64);
         match &self.scale {
@@ -70,7 +70,7 @@ impl Tokens<'_> {
     }
 }
 
-/// Scales of e4m3 rows in any of the forms that callers have.
+/// Describes the scales of e4m3 rows, in any form that a call accepts.
 fn form(x: &View, scale: &View) -> Result<GivenScales> {
     let (tokens, hidden) = (x.shape()[0], x.shape()[1]);
     let (groups, words) = (hidden / GROUP as i64, (hidden + 511) / 512);

@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 
 /// The Python arguments that choose experts from logits.
 pub struct Selection<'a> {
-    /// Shared experts included.
+    /// Experts a token, shared experts included.
     pub top_k: i64,
     pub scoring_func: &'a str,
     pub renormalize: bool,
@@ -52,14 +52,16 @@ impl<'py> Operands<'py> {
     }
 }
 
-const MAX_EXPERTS: i64 = 512;
+const MAX_EXPERTS: i64 = 1024;
+/// Most experts of `routing_tables`: csrc/moe/ragged.cuh has room for these in shared memory.
+const MAX_TABLE_EXPERTS: i64 = 512;
 const MAX_GROUPS: i64 = 32;
-/// Kernels add a share of the tokens to their number in 32 bits.
+/// Most tokens: kernels add a part of the tokens to their number in 32 bits.
 const MAX_TOKENS: i64 = 1 << 30;
 const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
 impl Selection<'_> {
-    /// As the routing plan sees it.
+    /// The description of the logits, from which the routing plan is made.
     pub fn logits(&self, select: &SelectParams) -> Logits {
         Logits {
             experts: select.experts as u32,
@@ -68,7 +70,7 @@ impl Selection<'_> {
         }
     }
 
-    /// Checks the operands; ids and weights of the result are still null.
+    /// Checks the operands, and makes the parameters. Their ids and weights are still null.
     pub fn params(&self, operands: &Operands<'_>, contract: &mut Contract<'_>) -> Result<SelectParams> {
         let Operands { logits, correction_bias, num_token_non_padded } = operands;
         contract.check(
@@ -124,7 +126,7 @@ impl Selection<'_> {
         })
     }
 
-    /// Routed experts a token, of a shape that kernels take.
+    /// Routed experts a token, or an error for a shape that kernels do not take.
     fn routed(&self, tokens: i64, experts: i64) -> Result<i64> {
         if tokens > MAX_TOKENS {
             return Err(Error::Unsupported(format!("router_logits: {tokens} tokens; supported: up to {MAX_TOKENS}")));
@@ -136,6 +138,9 @@ impl Selection<'_> {
             return Err(Error::Unsupported(format!("top_k: {}; supported: 1 to {MAX_TOP_K}", self.top_k)));
         }
         let routed = self.top_k.saturating_sub(self.num_fused_shared_experts);
+        if self.num_fused_shared_experts == 0 && !(1..=experts).contains(&routed) {
+            contract!("top_k: expected 1 to {experts} (the experts of router_logits), got {routed}");
+        }
         if self.num_fused_shared_experts < 0 || routed < 1 || routed > experts {
             contract!(
                 "top_k: expected 1 to {experts} (router_logits) routed experts, got {} of which {} shared",
@@ -186,7 +191,7 @@ impl Selection<'_> {
     }
 }
 
-/// What multiplies the routed weights, and a shared expert's weight. The factor is checked where a call does not read it, too.
+/// (factor of the routed weights, weight of a shared expert). `factor` is checked even if the call does not use it.
 fn scaling(factor: f32, on_output: bool) -> Result<(f32, f32)> {
     if !(factor.is_finite() && factor > 0.0 && (1.0 / factor).is_finite()) {
         contract!("routed_scaling_factor: expected a finite number above 0 whose inverse is finite, got {factor:?}");
@@ -196,12 +201,12 @@ fn scaling(factor: f32, on_output: bool) -> Result<(f32, f32)> {
 
 /// Whether a layer may route inside its launch.
 pub fn routes_inside(select: &SelectParams, weights_on_input: bool) -> bool {
-    // Softmax over all experts is a sum whose order depends on the kernel.
+    // Softmax over all experts needs a sum whose order depends on the kernel.
     let by_chosen = select.scoring != Scoring::Softmax || select.renormalize;
     by_chosen && !weights_on_input && select.shared_experts == 0
 }
 
-/// An output tensor: the caller's, checked, or a new one.
+/// An output tensor: the caller's tensor, which is checked, or a new one.
 fn output<'py>(
     operand: &'static str,
     given: Option<&Bound<'py, PyAny>>,
@@ -301,11 +306,12 @@ struct Sorted<'py> {
     slot_of_place: Borrowed<'py>,
 }
 
-/// Checks and sorts. Runs on the ids' device; with no token it only zeroes what it returns. `first_expert`: ids of other experts than
-/// those that are sorted are allowed.
+/// Checks the ids and sorts their slots, on the ids' device. With no tokens it only zeroes the tables that it returns. `first_expert`: if
+/// it is given, ids of other experts than the sorted ones are allowed.
 fn sort<'py>(
     ids: &Borrowed<'py>,
     num_experts: i64,
+    most_experts: i64,
     first_expert: Option<i64>,
     contract: &mut Contract<'_>,
 ) -> Result<Sorted<'py>> {
@@ -314,9 +320,9 @@ fn sort<'py>(
     let (tokens, top_k) = (ids.shape()[0], ids.shape()[1]);
     let all_experts = first_expert.map_or(num_experts, |_| i64::MAX);
     let first_expert = first_expert.unwrap_or(0);
-    if !(1..=MAX_EXPERTS).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
+    if !(1..=most_experts).contains(&num_experts) || !(0..=i32::MAX as i64 - MAX_EXPERTS).contains(&first_expert) {
         contract!(
-            "num_experts: expected 1 to {MAX_EXPERTS} and first_expert >= 0, got {num_experts} and {first_expert}"
+            "num_experts: expected 1 to {most_experts} and first_expert >= 0, got {num_experts} and {first_expert}"
         );
     }
     if !(1..=MAX_TOP_K).contains(&top_k) || tokens * top_k > i32::MAX as i64 / 2 {
@@ -330,7 +336,7 @@ fn sort<'py>(
         place_of_slot: table("place_of_slot", tokens * top_k)?,
         slot_of_place: table("slot_of_place", tokens * top_k)?,
     };
-    // One tile an expert, in scratch memory: the schedule itself is not asked for.
+    // The schedule has one tile an expert and lies in scratch memory, because no caller reads it.
     let tile_tokens = 1 << 30;
     let max_tiles = plan::max_tiles(tokens * top_k, num_experts, tile_tokens);
     let tiles = table("tiles", max_tiles as i64 * 4)?;
@@ -391,7 +397,7 @@ pub fn sort_by_expert<'py>(
         let mut contract = Contract::new();
         let ids = contract.input("topk_ids", topk_ids)?;
         let Sorted { histogram, offsets, place_of_slot, slot_of_place } =
-            sort(&ids, num_experts, first_expert, &mut contract)?;
+            sort(&ids, num_experts, MAX_EXPERTS, first_expert, &mut contract)?;
         let [histogram, offsets, place_of_slot, slot_of_place] =
             [histogram, offsets, place_of_slot, slot_of_place].map(Borrowed::into_object);
         Ok((histogram, offsets, place_of_slot, slot_of_place))
@@ -428,7 +434,7 @@ pub fn routing_tables<'py>(
         let mut contract = Contract::new();
         let (ids, weights) = (contract.input("topk_ids", topk_ids)?, contract.input("topk_weights", topk_weights)?);
         contract.check("topk_weights", &weights, &[Dim::Named("tokens"), Dim::Named("top_k")], &[Elem::F32])?;
-        let sorted = sort(&ids, num_experts, None, &mut contract)?;
+        let sorted = sort(&ids, num_experts, MAX_TABLE_EXPERTS, None, &mut contract)?;
         let slots = ids.numel();
         let max_blocks =
             if slots <= num_experts { slots } else { num_experts - 1 - (num_experts - slots - 1).div_euclid(16) };
@@ -497,7 +503,7 @@ mod tests {
         for tokens in [MAX_TOKENS + 1, 1 << 31, 1 << 32, i64::MAX] {
             assert!(text(selection(2, 0).routed(tokens, 8)).starts_with(&format!("router_logits: {tokens} tokens")));
         }
-        for experts in [0, 513, (1 << 32) + 8] {
+        for experts in [0, 1025, (1 << 32) + 8] {
             assert!(text(selection(2, 0).routed(1, experts)).contains(&format!("{experts} experts")));
         }
         for top_k in [33, (1 << 32) + 2, i64::MAX] {

@@ -1,4 +1,4 @@
-//! Tensor maps of a layer's weights, which the Hopper kernels read them through. They are encoded when weights are loaded.
+//! Tensor maps of a layer's weights, through which the Hopper kernels read the weights. They are encoded when weights are loaded.
 
 use super::plan::{fp8_sm90, sm90};
 use crate::desc::LayerDesc;
@@ -10,7 +10,7 @@ use crate::variants::{fp8, Family, Variant};
 use std::fmt::Display;
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
-/// Empty where a portable kernel serves.
+/// There are none if a portable kernel serves.
 #[derive(Clone, Debug, Default)]
 pub struct WeightMaps(Vec<((u32, u32), TensorMap)>);
 
@@ -24,10 +24,11 @@ impl WeightMaps {
     }
 }
 
-/// Encodes views of weights w [experts, rows, k], given as (address, rows, k), whose boxes are wgmma A tiles: slices of 16 rows, each two halves of 8.
+/// Encodes views of weights w [experts, rows, k], given as (address, rows, k). Their boxes are wgmma A tiles: slices of 16 rows, each with
+/// two halves of 8.
 ///
-/// Gated: a slice has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts of
-/// w13 are three distances; [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
+/// A slice of gated weights has 8 gate rows, then the 8 up rows that belong to them, so that one thread holds both sums. The three layouts
+/// of w13 are three distances. [up; gate] is read as if it were [gate; up], and the epilogue swaps the halves.
 pub fn encode(
     device: &Device,
     desc: &LayerDesc,
@@ -46,8 +47,9 @@ pub fn encode(
     let split = gated && layout != W13Layout::Interleaved;
     let map = |(row_tiles, consumers): (u32, u32)| -> Result<_> {
         let slices = 4 * row_tiles * consumers;
-        // Distances in rows: between the rows of a half, between the halves of a slice, between slices; of pairs of row tiles: between
-        // the rows of a half, the tiles of a pair, the halves, the strips of 32 rows, which count on from expert to expert.
+        // The distances, in rows, are between the rows of a half, between the halves of a slice, between slices. With pairs of row tiles
+        // they are between the rows of a half, the tiles of a pair, the halves, the strips of 32 rows, which count on from expert to
+        // expert.
         let dims = match (row_tiles, gated) {
             (2, _) if split => [(8, 2, 8), (2, 1, 1), (2, rows / 2, 2), ((2 * experts - 1) * rows / 32, 16, 4)],
             (2, _) => [(8, 4, 8), (2, 2, 1), (2, 1, 2), (experts * rows / 32, 32, 4)],
@@ -60,10 +62,10 @@ pub fn encode(
     sm90::tile_shapes(rows as u32).into_iter().map(map).collect::<Result<Vec<_>>>().map(WeightMaps)
 }
 
-/// Views of e4m3 w [experts, rows, k], in pairs of elements: those of narrow tiles as above, and that of the wide one
-/// (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh). Where a part, gate, up or all of an expert's rows, ends inside a block of 128, the wide one's
-/// counts parts and strips of 32 rows apart (csrc/moe/grouped_gemm_fp8_wide_cut_sm90.cuh): what lies behind a part's end is read as zeros.
-/// So is what lies behind k in all of them.
+/// Encodes views of e4m3 w [experts, rows, k], in pairs of elements. Narrow tiles have the views of 16-bit weights; the wide tile has its
+/// own (csrc/moe/grouped_gemm_fp8_wide_sm90.cuh). A part of an expert's rows (gate, up or all) may end inside a block of 128. Then the wide
+/// tile's view counts parts and strips of 32 rows apart (csrc/moe/grouped_gemm_fp8_wide_cut_sm90.cuh), so that rows after a part's end are
+/// read as zeros. All views read columns after k as zeros.
 fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
     let parts = if gated { 2 } else { 1 };
     let part_rows = rows / parts;

@@ -21,18 +21,18 @@ use crate::tensor::{Contract, Elem, Owned, Place, Span};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// The same as attributes.
+/// Codes, scales and expert_scales of packed weights, as attributes.
 type PackedObjects = (Py<PyAny>, Py<PyAny>, Py<PyAny>);
 
 #[doc = crate::help!("ExpertWeights")]
 #[pyclass(frozen, module = "oxmoe", name = "ExpertWeights", subclass, weakref)]
 pub struct ExpertWeights {
     layer: Layer,
-    /// By which operators name these experts.
+    /// The number by which operators name these experts.
     handle: i64,
-    /// What calls read of the layer.
+    /// The memory of the layer that calls read.
     spans: Vec<Span>,
-    /// The tensors in which these spans lie.
+    /// The tensors in which `spans` lie.
     owned: Vec<Owned>,
     #[doc = crate::help!("ExpertWeights.w13")]
     #[pyo3(get)]
@@ -79,13 +79,19 @@ pub struct ExpertWeights {
     #[doc = crate::help!("ExpertWeights.limit")]
     #[pyo3(get)]
     limit: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.situ_beta")]
+    #[pyo3(get)]
+    situ_beta: Option<Py<PyAny>>,
+    #[doc = crate::help!("ExpertWeights.situ_linear_beta")]
+    #[pyo3(get)]
+    situ_linear_beta: Option<Py<PyAny>>,
     #[doc = crate::help!("ExpertWeights.clamp")]
     #[pyo3(get)]
     clamp: String,
 }
 
 impl ExpertWeights {
-    /// The layer for a call, or an error where memory that it reads is no longer where it was.
+    /// The layer for a call, or an error if memory that it reads is no longer where it was.
     pub fn layer(&self, py: Python<'_>) -> Result<&Layer> {
         for owned in &self.owned {
             owned.unchanged(py)?;
@@ -93,12 +99,12 @@ impl ExpertWeights {
         Ok(&self.layer)
     }
 
-    /// What calls read of the layer.
+    /// The memory of the layer that calls read.
     pub fn spans(&self) -> &[Span] {
         &self.spans
     }
 
-    /// The layer's shape, which reads no memory.
+    /// The layer's shape. It needs no check, because it names no memory.
     pub fn desc(&self) -> &LayerDesc {
         &self.layer.desc
     }
@@ -127,9 +133,9 @@ impl ExpertWeights {
             contract!("in_place: only for weights on CUDA, w13 is on {}", layer.place);
         }
         let own = |o: Option<&Bound<'_, PyAny>>| o.map(|o| o.clone().unbind());
-        let (alpha, beta, limit) = given.objects(arguments.w13.py());
+        let numbers = given.objects(arguments.w13.py(), layer.activation.kind);
         let Operands { w13, w2, b13, b2, scales } = operands;
-        let biases = [("b13", b13), ("b2", b2)].into_iter().chain(NAMES.into_iter().zip(options.swiglu.experts));
+        let biases = [("b13", b13), ("b2", b2)].into_iter().chain(NAMES.into_iter().zip(options.scalars.experts));
         let mut read: Vec<Extra<'py>> =
             biases.filter_map(|(name, tensor)| Some((name, tensor?))).chain(extra).collect();
         // A layer that was packed keeps nothing that it does not read.
@@ -173,16 +179,18 @@ impl ExpertWeights {
             w2_packed,
             layout: options.layout.into(),
             activation: options.activation.into(),
-            alpha,
-            beta,
-            limit,
+            alpha: numbers.alpha,
+            beta: numbers.beta,
+            limit: numbers.limit,
+            situ_beta: numbers.situ_beta,
+            situ_linear_beta: numbers.situ_linear_beta,
             clamp: options.clamp.into(),
         })
     }
 }
 
-/// The constructors of plain formats, which differ in the element type alone, and of formats that bare tensors have, too. The others are in
-/// their formats' files (`formats::add_constructors`).
+/// The constructors of plain formats, which differ in the element type alone, and of formats that a call takes as bare tensors too. The
+/// other constructors are in their formats' files (`formats::add_constructors`).
 macro_rules! constructors {
     ($($name:ident = $elem:expr;)*) => {
         #[pymethods]
@@ -192,7 +200,7 @@ macro_rules! constructors {
                 #[doc = crate::help!("ExpertWeights.", $name)]
                 #[staticmethod]
                 #[pyo3(signature = (w13, w2, **options),
-                    text_signature = "(w13, w2, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+                    text_signature = "(w13, w2, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None)")]
                 fn $name<'py>(
                     w13: &Bound<'py, PyAny>,
                     w2: &Bound<'py, PyAny>,
@@ -212,7 +220,7 @@ macro_rules! constructors {
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None, **options),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\", hidden_size=None, in_place=False, activation_dtype=None)")]
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\", hidden_size=None, in_place=False, activation_dtype=None)")]
             fn mxfp4<'py>(
                 w13: &Bound<'py, PyAny>,
                 w2: &Bound<'py, PyAny>,
@@ -238,7 +246,7 @@ macro_rules! constructors {
             #[doc = crate::help!("ExpertWeights.fp8_block")]
             #[staticmethod]
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, **options),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None)")]
             fn fp8_block<'py>(
                 w13: &Bound<'py, PyAny>,
                 w2: &Bound<'py, PyAny>,
@@ -260,7 +268,7 @@ macro_rules! constructors {
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, **options),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\")")]
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, a13_scale=None, a2_scale=None, per_token=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None)")]
             fn fp8_tensor<'py>(
                 w13: &Bound<'py, PyAny>,
                 w2: &Bound<'py, PyAny>,
@@ -292,7 +300,7 @@ macro_rules! constructors {
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
             #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, hidden_size=None, in_place=false, **options),
-                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", hidden_size=None, in_place=False)")]
+                text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, hidden_size=None, in_place=False)")]
             fn mxfp8<'py>(
                 w13: &Bound<'py, PyAny>,
                 w2: &Bound<'py, PyAny>,

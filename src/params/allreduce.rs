@@ -1,4 +1,4 @@
-//! All-reduce with what follows it.
+//! Parameters of the all-reduce, and of the residual, norm and quantisation that follow it.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -40,29 +40,30 @@ pub mod ffi {
         kind: QuantKind,
         quant_out: *mut u8,
         scale_out: *mut u8,
-        /// One fp32; null: `scale`.
+        /// One fp32 that counts in place of `scale`, or null.
         scale_factor: *const f32,
         scale: f32,
-        /// Nvfp4: rows of a tile of scales, 128 or 8, 0 where they lie row by row.
+        /// Nvfp4: rows of a tile of scales, 128 or 8. 0 if scales lie row by row.
         tile_rows: i32,
-        /// Groups: chunks of a group, a power of two up to 32, and int32s between columns of `scale_out`.
+        /// Groups: chunks of a group, a power of two up to 32.
         group_chunks: i32,
+        /// Groups: int32s between neighbouring columns of `scale_out`.
         column_stride: i64,
     }
 
-    /// A rank's contribution where it is a sum of experts' rows (src/cpu/allreduce.rs, `Contribution`).
+    /// A rank's contribution, if it is a sum of experts' rows (src/cpu/allreduce.rs, `Contribution`).
     #[derive(Clone, Copy, Debug)]
     struct ExpertRows {
-        /// Null: the contribution is `input`.
+        /// Rows of experts' outputs. Null if the contribution is `input`.
         rows: *const u8,
         row_count: i64,
-        /// Row of slot `t top_k + j`, -1 where there is none; null: slot j of token t is row `j tokens + t`.
+        /// Row of slot `t top_k + j`, -1 if the slot has none. If it is null, slot j of token t is row `j tokens + t`.
         row_of_slot: *const i32,
-        /// Null: all are 1.
+        /// Weights of the slots. Null if all are 1.
         weights: *const u8,
         weight_dtype: Dtype,
         top_k: i32,
-        /// Added last, null where there is none.
+        /// A row of each token that is added last, or null.
         shared: *const u8,
     }
 
@@ -70,36 +71,40 @@ pub mod ffi {
     #[derive(Clone, Copy, Debug)]
     struct AllReduceParams {
         workspaces: Workspaces,
-        /// Host memory that the device can write: fault word (0: none), this rank's shape word, that of a peer that disagrees.
+        /// Host memory that the device can write: the fault word (0: none), this rank's shape word, the shape word of a peer that
+        /// disagrees.
         report: *mut u64,
         input: *const u8,
-        /// Those that a pattern does not read or write are null. `gamma` is `[hidden]` and no kernel before this one writes it.
+        /// Tensors that a pattern does not read or write are null. `gamma` is `[hidden]`, and no kernel before this one writes it.
         residual_in: *const u8,
         gamma: *const u8,
         output: *mut u8,
         residual_out: *mut u8,
         norm_out: *mut u8,
-        /// Byte offset of the first slot in every workspace, bytes of a slot; two-shot: byte offset of the gathered sums.
+        /// Byte offset of the first slot in every workspace.
         slots: u64,
+        /// Bytes of a slot.
         slot_bytes: u64,
+        /// Two-shot: byte offset of the gathered sums in every workspace.
         gathered: u64,
         deadline_ns: u64,
-        /// What all ranks must agree on.
+        /// The shape word, on which all ranks must agree.
         shape: u64,
         rank: i32,
         tokens: i32,
         row_chunks: i32,
-        /// Two-shot: chunks of an owner's range, CTAs of each stage.
+        /// Two-shot: chunks of an owner's range.
         range: i32,
+        /// Two-shot: CTAs of each stage.
         scatter_ctas: i32,
         reduce_ctas: i32,
         finish_ctas: i32,
         /// fp32(1 / hidden).
         inverse_hidden: f32,
         epsilon: f32,
-        /// Added to gamma.
+        /// A number that is added to gamma.
         weight_bias: f32,
-        /// Last: kernels that serve two patterns alone do not look at them.
+        /// These two structs are last, because kernels that serve kAllReduce or kARResidualRMSNorm alone do not read them.
         experts: ExpertRows,
         narrowing: Narrowing,
     }

@@ -1,4 +1,4 @@
-//! What parameters of every kind are made of.
+//! Types that parameters of every kind share.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -19,10 +19,12 @@ pub mod ffi {
         GateUp = 0,
         /// Rows 0..I up, I..2I gate (flashinfer).
         UpGate = 1,
-        /// Row 2i gate, 2i + 1 up (GPT-OSS).
+        /// Rows 2i gate, 2i + 1 up (GPT-OSS).
         Interleaved = 2,
-        /// 64 gate rows, the 64 up rows that belong to them, and so on (CuteDSL's, of halves in either order; on CPUs).
+        /// 64 gate rows, the 64 up rows that belong to them, and so on (CuteDSL). GEMMs on CPUs read it; packing for GPUs brings rows into
+        /// halves.
         GateUp64 = 3,
+        /// `GateUp64` with up rows before gate rows.
         UpGate64 = 4,
     }
 
@@ -32,7 +34,7 @@ pub mod ffi {
         expert: i32,
         first: i32,
         count: i32,
-        /// 0 in a new schedule. Row tiles of GEMM1's output that are there, where one launch has both GEMMs.
+        /// Row tiles of GEMM1's output that are stored, if one launch has both GEMMs. A new schedule has 0.
         done: i32,
     }
 }

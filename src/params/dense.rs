@@ -1,4 +1,4 @@
-//! The dense MXFP8 GEMM for few tokens.
+//! Parameters of the dense MXFP8 GEMM for few tokens.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -7,12 +7,12 @@ pub mod ffi {
         type MmMxfp8Params = crate::params::quant::ffi::MmMxfp8Params;
     }
 
-    /// The product whose CTAs have `passes` of `pass_rows` rows of b each, one after the other.
+    /// A product whose CTAs take `passes` passes of `pass_rows` rows of b each, one after the other.
     #[derive(Clone, Copy, Debug)]
     struct MmMxfp8FewParams {
         product: MmMxfp8Params,
         passes: i32,
-        /// A multiple of 4.
+        /// Rows of b in a pass, a multiple of 4.
         pass_rows: i32,
     }
 }

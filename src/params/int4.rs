@@ -1,4 +1,4 @@
-//! int4 weights of layers.
+//! Parameters of the packer of int4 weights.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -11,24 +11,24 @@ pub mod ffi {
     /// A checkpoint's int4 matrices and the packed form that is made of them (csrc/common/int4.cuh).
     #[derive(Clone, Copy, Debug)]
     struct PackInt4Params {
-        /// `[experts, rows, k / 2]` bytes, the lower column in the lower half.
+        /// Codes: `[experts, rows, k / 2]` bytes, the lower column in the lower half.
         codes: *const u8,
-        /// `[experts, rows, k / group]` of `scale_dtype`.
+        /// Scales `[experts, rows, k / group]` of `scale_dtype`.
         scales: *const u8,
         scale_dtype: Dtype,
-        /// `[experts, rows, k / group]`, 0 to 16 each, or null: 8 everywhere.
+        /// Zero points `[experts, rows, k / group]` from 0 to 16. Null if all are 8.
         zeros: *const u8,
         /// Columns that share a scale.
         group: i32,
         experts: i32,
         rows: i32,
         k: i32,
-        /// Rows are gate and up rows in `layout`.
+        /// Whether rows are gate and up rows, in `layout`.
         gated: bool,
         layout: W13Layout,
         packed_codes: *mut u8,
         packed_scales: *mut u8,
-        /// fp32 `[experts]`: ones.
+        /// fp32 `[experts]`, which the packer fills with ones.
         expert_scales: *mut f32,
     }
 }

@@ -1,4 +1,4 @@
-//! Routing, grouped GEMMs, combine and whole layers.
+//! Parameters of routing, grouped GEMMs, combine and whole layers.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -9,11 +9,11 @@ pub mod ffi {
         type Tile = crate::params::common::ffi::Tile;
     }
 
-    /// What GEMM1's epilogue does with its sums. Gated kinds take (gate, up) pairs, the others one value.
+    /// The function that GEMM1's epilogue applies to its sums. Gated kinds take (gate, up) pairs, the others one value.
     #[repr(i32)]
     #[derive(Debug)]
     enum ActivationKind {
-        /// Nothing: the sums go out as they are (GEMM2).
+        /// No function: the sums are stored as they are (GEMM2).
         Identity = 0,
         /// gated: `min(sigmoid(alpha g') g', silu_limit) * (u' + beta)`, `g' = min(g, gate_limit)`, `u' = clamp(u, up_limit)`.
         /// Plain SwiGLU has alpha 1, beta 0 and all limits +inf; GPT-OSS, limit-only and DeepSeek-V4 clamps are other values.
@@ -32,6 +32,9 @@ pub mod ffi {
         GeluTanh = 7,
         /// gated: `Swiglu`, with the numbers of `GroupedGemmParams::expert_alpha`, `expert_beta` and `expert_limit`.
         ExpertSwiglu = 8,
+        /// gated, SiTU: `alpha tanh(g / alpha) sigmoid(g) * beta tanh(u / beta)`. With beta +inf the factor of u is u itself. The limits
+        /// are not read. `GroupedGemmParams::expert_alpha` and `expert_beta` have each expert's own numbers, if they are not null.
+        Situ = 9,
     }
 
     #[derive(Clone, Copy, Debug, PartialEq)]
@@ -77,21 +80,21 @@ pub mod ffi {
 
     /// Top-k: logits `[tokens, experts]` to ids and weights `[tokens, top_k]`, best first, ties to the lower id, NaN above all.
     ///
-    /// choice = score + bias (of `SoftmaxTopk` and `Identity`: logit + bias), or the logit itself when there is neither bias nor
-    /// groups, since it orders experts like every score does. Experts of groups that are not among the `topk_group` best get the
-    /// choice -inf, or 0 when the choice is a score without bias. weight = score without bias (of the unbiased grouped form: the
-    /// choice, so 0 outside the best groups), optionally divided by the sum over the chosen + 1e-20, times `scale`. A renormalized
-    /// Softmax without bias and groups is computed as SoftmaxTopk, which is equal and needs no 1e-20.
+    /// choice = score + bias (with `SoftmaxTopk` and `Identity`: logit + bias). It is the logit itself if there is neither bias nor groups,
+    /// since the logit orders experts like every score does. Experts of groups that are not among the `topk_group` best get the choice
+    /// -inf, or 0 if the choice is a score without bias. weight = score without bias, optionally divided by the sum over the chosen +
+    /// 1e-20, times `scale`. In the unbiased grouped form the choice stands for the score, so it is 0 outside the best groups. A
+    /// renormalized Softmax without bias and groups is computed as SoftmaxTopk, which is equal and needs no 1e-20.
     #[derive(Clone, Copy, Debug)]
     struct SelectParams {
         logits: *const u8,
         logits_dtype: Dtype,
         tokens: i32,
-        /// Experts with a logit, at most 512, a multiple of `groups` (at most 32).
+        /// Experts with a logit, at most 1024, a multiple of `groups` (at most 32).
         experts: i32,
         /// Columns of `ids` and `weights`, shared experts included, at most 32.
         top_k: i32,
-        /// fp32 `[experts]` or null.
+        /// Bias of the experts' scores, fp32 `[experts]`, or null.
         correction_bias: *const f32,
         scoring: Scoring,
         renormalize: bool,
@@ -103,13 +106,13 @@ pub mod ffi {
         shared_experts: i32,
         /// Weight of every shared expert; `scale` does not touch it.
         shared_weight: f32,
-        /// Columns in the order of their ids (triton_kernels) instead of best first; shared experts stay last.
+        /// Columns are in the order of their ids (triton_kernels) instead of best first; shared experts stay last.
         order_by_id: bool,
-        /// Device scalar or null: rows from this one on get id -1 and weight 0.
+        /// Device scalar or null. Rows from this number on get id -1 and weight 0.
         num_token_non_padded: *const i32,
-        /// i32 `[tokens, top_k]`.
+        /// Chosen experts, i32 `[tokens, top_k]`.
         ids: *mut i32,
-        /// f32 `[tokens, top_k]`.
+        /// Weights of the chosen experts, f32 `[tokens, top_k]`.
         weights: *mut f32,
     }
 
@@ -125,12 +128,12 @@ pub mod ffi {
         /// Local experts.
         experts: i32,
         first_expert: i32,
-        /// The schedule's largest `Tile::count`, 8 or a multiple of 16. An expert's slots are cut evenly in steps of `tile_step`, the
-        /// first tiles having a step more.
+        /// The schedule's largest `Tile::count`, 8 or a multiple of 16. An expert's slots are cut evenly in steps of `tile_step`; the first
+        /// tiles have a step more than the others.
         tile_tokens: i32,
-        /// 16 (8 for tiles of 8), or what a tile is multiplied by at a time where that is more.
+        /// 16 (8 for tiles of 8), or the number of slots that a kernel multiplies at a time, if that is more.
         tile_step: i32,
-        /// Length of `tiles`; the schedule ends with at least one -1 when shorter.
+        /// Length of `tiles`. A shorter schedule ends with at least one expert -1.
         max_tiles: i32,
         /// i32 `[experts]`: slots per expert.
         histogram: *mut i32,
@@ -142,32 +145,33 @@ pub mod ffi {
         slot_of_place: *mut i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
-        /// i32 `[counter_count]` that get zeros: what the kernels after this one count in (`GroupedGemmParams::next_unit`,
-        /// `LayerParams`). May be null when there are none.
+        /// i32 `[counter_count]`, in which the kernels after this one count (`GroupedGemmParams::next_unit`, `LayerParams`). This kernel
+        /// sets them to 0. It may be null if `counter_count` is 0.
         counters: *mut i32,
         counter_count: i32,
-        /// Scratch of the two-launch form, null in Route and in a Select that stands alone: slots per expert in each block of tokens,
-        /// 8 or 16 bits each, `[blocks, at most ceil(experts / 2)]` words.
+        /// Scratch of the two-launch form: slots per expert in each block of tokens, 8 or 16 bits each.
+        /// It has `[blocks, at most ceil(experts / 2)]` words. Null in Route and in a Select that stands alone.
         block_histogram: *mut i32,
     }
 
-    /// Rows that lie expert by expert: the schedule of their grouped GEMMs.
+    /// The schedule of grouped GEMMs on rows that lie expert by expert.
     #[derive(Clone, Copy, Debug)]
     struct ScheduleParams {
-        /// i32 `[experts]`: rows of each expert. Those beyond `rows_each` or `rows` do not count.
+        /// i32 `[experts]`: rows of each expert. Rows beyond `rows_each` or `rows` do not count.
         row_counts: *const i32,
         experts: i32,
-        /// Rows between the first ones of two experts. 0: an expert's begin where those before end, rounded up to `alignment` each.
+        /// Rows between the first rows of two neighbouring experts. If it is 0, an expert's rows begin where the rows of the expert before
+        /// it end, rounded up to a multiple of `alignment`.
         rows_each: i32,
         alignment: i32,
-        /// Rows there are.
+        /// Rows for which there is room.
         rows: i32,
-        /// As in RouteParams.
+        /// The tiles' largest count and the step in which rows are cut; see `RouteParams`.
         tile_tokens: i32,
         tile_step: i32,
         tiles: *mut Tile,
         tile_count: *mut i32,
-        /// i32 `[counter_count]` that get zeros.
+        /// i32 `[counter_count]`, which this kernel sets to 0.
         counters: *mut i32,
         counter_count: i32,
     }
@@ -177,11 +181,11 @@ pub mod ffi {
     struct RaggedParams {
         /// i32 `[experts]`: rows of each expert.
         histogram: *const i32,
-        /// i32 `[slots]`, -1: none.
+        /// i32 `[slots]`: place to slot, -1 if the place has none.
         slot_of_place: *const i32,
-        /// f32 `[slots]`.
+        /// Weights of the slots, f32 `[slots]`.
         slot_weights: *const f32,
-        /// `gate_dtype` `[slots]`: weight of each place's slot, 0 where there is none.
+        /// `gate_dtype` `[slots]`: weight of each place's slot, 0 if the place has none.
         gate: *mut u8,
         gate_dtype: Dtype,
         experts: i32,
@@ -196,93 +200,98 @@ pub mod ffi {
     /// `out[place, :] = activation(weights[expert(place)] x[row(place), :] + bias[expert(place)])` for every place of the schedule.
     #[derive(Clone, Copy, Debug)]
     struct GroupedGemmParams {
-        /// `[*, k]` row-major; with `row_scales` e4m3, on GPUs `[*, 2 * k]` with k a multiple of 32, on CPUs as bf16 numbers `[*, k]`.
+        /// `[*, k]` row-major. With `row_scales` x is e4m3: on GPUs `[*, 2 * k]` with k a multiple of 32, on CPUs bf16 numbers `[*, k]`.
         x: *const u8,
-        /// fp32 `[*]`, what a row of e4m3 x is multiplied by, else null.
+        /// fp32 `[*]`: the number by which a row of e4m3 x is multiplied. Null if x has no scales of rows.
         row_scales: *const f32,
-        /// i32 or null: row of x = `slot_of_place[place] / row_divisor`, or the place itself. In a pair `row_divisor` may be 0: rows of x are
-        /// places, and `slot_of_place` is for `slot_weights` alone.
+        /// i32 or null. The row of x of a place is `slot_of_place[place] / row_divisor`, or the place itself if this is null. In a pair of
+        /// GEMMs `row_divisor` may be 0: then rows of x are places, and `slot_of_place` serves `slot_weights` alone.
         slot_of_place: *const i32,
         row_divisor: i32,
         tiles: *const Tile,
         tile_count: *const i32,
-        /// i32, 0 before the launch, or null. With it the Hopper kernel hands out its work units one by one as CTAs become free,
-        /// without it in a fixed stride.
+        /// An i32 counter that is 0 before the launch, or null. With it the Hopper kernel hands out its work units one by one as CTAs
+        /// become free, without it in a fixed stride.
         next_unit: *mut i32,
-        /// The kernel before this one in the stream neither writes the schedule, `slot_of_place` nor `next_unit`, and let this
-        /// one start only after its own wait: then weights may be fetched before this kernel waits (GEMM2 after GEMM1).
+        /// The kernel before this one in the stream writes neither the schedule nor `slot_of_place` nor `next_unit`. It also let this
+        /// one start only after its own wait. So weights may be fetched before this kernel waits (GEMM2 after GEMM1).
         schedule_is_older: bool,
         /// `[experts, rows, k]` row-major; the Hopper kernel reads it through a tensor map instead.
         weights: *const u8,
-        /// Packed: E8M0 (`weights`: codes, both as in csrc/common/mxfp4.cuh, mxfp8.cuh). fp8: fp32 `[experts, rows / 128, k / 128]`. Else
-        /// null.
+        /// Packed weights: E8M0 scales; `weights` are then codes, and csrc/common/mxfp4.cuh and mxfp8.cuh say how both lie.
+        /// fp8: fp32 `[experts, rows / 128, columns of x / 128]`. Null in every other format.
         block_scales: *const u8,
-        /// fp8 (`x` and `weights`: e4m3): fp32 `[*, k / 128]`, one for 128 columns of a row of x, else null.
+        /// fp8 (`x` and `weights` are e4m3): fp32 `[*, columns of x / 128]`, one scale for 128 columns of a row. Null in every other
+        /// format.
         x_scales: *const f32,
-        /// fp32 `[experts]`, packed: powers of two that multiply an expert's sums. NVFP4: any numbers, where gated `[experts, 2]`,
-        /// of gate and up. fp8 with a scale for each weight row: `[experts, rows]`, any numbers. Else null.
+        /// Packed weights: fp32 `[experts]`, powers of two that multiply an expert's sums. NVFP4: any numbers, `[experts, 2]` of gate and
+        /// up in a gated GEMM. fp8 with a scale for each weight row: `[experts, rows]`, any numbers. Null in every other format.
         expert_scales: *const f32,
         /// `[experts, rows]` in `bias_dtype`, or null.
         bias: *const u8,
         bias_dtype: Dtype,
-        /// fp32 `[slots]` or null: multiplies the sums (after the bias) before the activation (`apply_router_weight_on_input`).
+        /// fp32 `[slots]` or null. The weights multiply the sums after the bias and before the activation (`apply_router_weight_on_input`).
         slot_weights: *const f32,
-        /// `[places, out_columns]`.
+        /// The output `[places, out_columns]`.
         out: *mut u8,
-        /// fp32 `[places, out_columns / 128]`: then `out` is e4m3, else null.
+        /// fp32 `[places, out_columns / 128]`: the scales of an e4m3 `out`. Null if `out` is not e4m3.
         out_scales: *mut f32,
-        /// i32 `[1 + experts]`, 0 before the launch, or null. CTAs that have ended, then what is there of an expert's `out`, in rows x
-        /// units (csrc/moe/gemm_overlap_sm90.cuh).
+        /// i32 `[1 + experts]`, 0 before the launch, or null. The first number counts the CTAs that have ended. The others count what is
+        /// stored of each expert's `out`, in rows x units (csrc/moe/gemm_overlap_sm90.cuh).
         done: *mut i32,
-        /// `done` of the launch before this one, whose `out` is x, or null. Then this one waits for that and not for the launch.
+        /// `done` of the launch before this one, whose `out` is x, or null. With it this kernel waits for these counters and not for the
+        /// launch.
         awaited: *const i32,
-        /// Its CTAs, and its units for a tile.
+        /// CTAs of the launch that counts in `awaited`.
         awaited_ctas: i32,
+        /// Units that the launch which counts in `awaited` has for a tile.
         awaited_units: i32,
-        /// Weight rows of an expert: `2 * out_columns` when gated, else `out_columns`.
+        /// Weight rows of an expert: `2 * out_columns` if gated, otherwise `out_columns`.
         rows: i32,
+        /// Columns of x. GPU kernels with e4m3 x count pairs of columns.
         k: i32,
         out_columns: i32,
         layout: W13Layout,
         activation: Activation,
-        /// Of ExpertSwiglu, fp32 `[experts]` each, or null: what an expert has in place of `activation`'s alpha, beta and limits.
+        /// ExpertSwiglu and Situ: fp32 `[experts]` each, or null. They are an expert's numbers in place of `activation`'s alpha, beta and
+        /// limits.
         expert_alpha: *const f32,
         expert_beta: *const f32,
         expert_limit: *const f32,
-        /// `expert_limit` is up_limit and silu_limit, not up_limit and gate_limit.
+        /// Whether `expert_limit` is up_limit and silu_limit. Otherwise it is up_limit and gate_limit.
         expert_limit_after: bool,
-        /// fp32 `[experts]` or null, of packed NVFP4 weights on Hopper: with it `out` is rounded to NVFP4's numbers, an expert's rows multiplied by
-        /// its number before.
+        /// Packed NVFP4 weights on Hopper: fp32 `[experts]` or null. With it an expert's rows of `out` are multiplied by its number, then
+        /// rounded to NVFP4's numbers.
         out_global_scales: *const f32,
     }
 
-    /// Both GEMMs of a layer, GEMM2 of GEMM1's output; of one that is not there `rows` is 0. Schedule and counter are `up`'s.
+    /// Both GEMMs of a layer: GEMM2 multiplies GEMM1's output. A GEMM that does not run has `rows` 0. Schedule and counter are `up`'s.
     #[derive(Clone, Copy, Debug)]
     struct GemmPairParams {
         up: GroupedGemmParams,
         down: GroupedGemmParams,
-        /// The schedule, whose `Tile::done` are counted.
+        /// The schedule, in whose `Tile::done` the kernel counts.
         tiles: *mut Tile,
-        /// i32 `[experts]` or null. With it there is no schedule: rows lie expert by expert, and each CTA finds their tiles. The other numbers
-        /// are as in `ScheduleParams`.
+        /// i32 `[experts]` or null: rows of each expert. With it there is no schedule: rows lie expert by expert, and each CTA finds their
+        /// tiles from the fields below. These fields have the same meaning in `ScheduleParams`.
         row_counts: *const i32,
-        /// At most 128.
+        /// Experts, at most 128.
         experts: i32,
         rows_each: i32,
         tile_tokens: i32,
         tile_step: i32,
-        /// With `row_counts`: `PairCounters`, 0 before the launch and after it; `up.next_unit` is the first of them.
+        /// With `row_counts`: `PairCounters`, which are 0 before the launch and after it; `up.next_unit` is the first of them.
         counters: *mut i32,
-        /// The GPU's multiprocessors. So many CTAs come to rest on one each; the next ones, which share theirs, take their first unit
+        /// Multiprocessors of the GPU. The first `wave` CTAs have one each. Later CTAs share a multiprocessor, and take their first unit
         /// later.
         wave: i32,
     }
 
-    /// A grouped GEMM whose rows of x lie in the order of places. Scales lie in any order, given as distances in numbers between those
-    /// of neighbouring rows and groups of columns.
+    /// A grouped GEMM whose rows of x lie in the order of places. Scales may lie in any order: each stride is the distance, in numbers,
+    /// between the scales of neighbouring rows or neighbouring groups of columns.
     #[derive(Clone, Copy, Debug)]
     struct OrderedGemmParams {
-        /// `slot_of_place` serves `slot_weights` alone.
+        /// The GEMM, whose `slot_of_place` serves `slot_weights` alone.
         gemm: GroupedGemmParams,
         x_scale_row: i32,
         x_scale_group: i32,
@@ -293,50 +302,51 @@ pub mod ffi {
     /// `out[t] = scale * sum_j weights[t, j] * y[place_of_slot[t * top_k + j]]` in slot order, fp32, rounded once.
     #[derive(Clone, Copy, Debug)]
     struct CombineParams {
-        /// `[places, hidden]`.
+        /// GEMM2's output `[places, hidden]`.
         y: *const u8,
         place_of_slot: *const i32,
         /// fp32 `[tokens, top_k]` or null (all ones).
         weights: *const f32,
-        /// `[tokens, hidden]`, or `[tokens, top_k, hidden]` when `keep_slots`.
+        /// The output `[tokens, hidden]`, or `[tokens, top_k, hidden]` if `keep_slots`.
         out: *mut u8,
         tokens: i32,
         top_k: i32,
         hidden: i32,
         scale: f32,
-        /// No sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
+        /// There is no sum: `out[t, j] = scale * weights[t, j] * y[...]`, zeros for skipped slots (`no_combine`).
         keep_slots: bool,
-        /// Columns that a thread of the kernel takes: 8, 4 or 2 where `hidden` is a multiple of 8, else 1.
+        /// Columns that a thread of the kernel takes: 8, 4 or 2 if `hidden` is a multiple of 8, otherwise 1.
         columns: i32,
     }
 
-    /// GEMM1, GEMM2 and combine in one launch. `next_unit` and `schedule_is_older` are not looked at.
+    /// GEMM1, GEMM2 and combine in one launch. The kernel does not read `next_unit` and `schedule_is_older`.
     #[derive(Clone, Copy, Debug)]
     struct LayerParams {
         up: GroupedGemmParams,
         down: GroupedGemmParams,
         combine: CombineParams,
-        /// Length of the schedule, as in `RouteParams`.
+        /// Length of the schedule: `RouteParams::max_tiles`.
         max_tiles: i32,
-        /// i32 `[max_tiles]`, 0 before the launch: row blocks of GEMM1 that are done, by tile of the schedule.
+        /// i32 `[max_tiles]`, 0 before the launch: row blocks of GEMM1 that are done, for each tile of the schedule.
         tiles_done: *mut i32,
-        /// i32 `[ceil(hidden / 64)]`, 0 before the launch: tiles of GEMM2 that are done, by row block.
+        /// i32 `[ceil(hidden / 64)]`, 0 before the launch: tiles of GEMM2 that are done, for each row block.
         rows_done: *mut i32,
     }
 
-    /// A layer of few tokens in one launch. Of `layer`, the schedule, `slot_of_place`, `place_of_slot`, `slot_weights` and the counters
-    /// are not looked at, of `combine.weights` only whether it is null.
+    /// A layer of few tokens in one launch. The kernel does not read the schedule, `slot_of_place`, `place_of_slot`, `slot_weights` and the
+    /// counters of `layer`. For `combine.weights` it only checks whether it is null.
     #[derive(Clone, Copy, Debug)]
     struct RoutedLayerParams {
         layer: LayerParams,
-        /// Plain; its `ids` and `weights` are not written.
+        /// The top-k, without bias and groups unless the kernel knows them. Its `ids` and `weights` are not written.
         select: SelectParams,
-        /// `LayerCounters`: those of an earlier launch, or 0. Launches that may overlap have different ones.
+        /// `LayerCounters`, as an earlier launch left them, or 0. Launches that may overlap have different counters.
         counters: *mut i32,
-        /// Local experts, as in `RouteParams`.
+        /// Local experts, which begin at the global id `first_expert`.
         experts: i32,
         first_expert: i32,
-        /// Rounds of GEMM2's units for the CTAs alone that have one unit of GEMM1 less: as many as have the bytes of one.
+        /// Rounds of GEMM2's units that go only to the CTAs with one unit of GEMM1 less. So many units of GEMM2 have the bytes of one unit
+        /// of GEMM1.
         extra_rounds: i32,
     }
 }

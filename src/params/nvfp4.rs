@@ -1,4 +1,4 @@
-//! NVFP4 weights and activations of layers.
+//! Parameters for NVFP4 weights and activations of layers.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -12,52 +12,53 @@ pub mod ffi {
     /// A checkpoint's NVFP4 matrices and the packed form that is made of them (csrc/common/nvfp4_packed.cuh).
     #[derive(Clone, Copy, Debug)]
     struct PackNvfp4Params {
-        /// `[experts, rows, k / 2]`.
+        /// Codes `[experts, rows, k / 2]`.
         codes: *const u8,
-        /// e4m3 `[experts, rows, k / 16]`, both padded where `tile_rows` (128; 0: row by row) has tiles.
+        /// e4m3 `[experts, rows, k / 16]`. With tiles, rows and columns of scales are padded to whole tiles.
         scales: *const u8,
+        /// Rows of a tile of scales, 128. 0 if scales lie row by row.
         tile_rows: i32,
-        /// fp32 `[experts]`, `gated` `[experts, 2]`: gate, up.
+        /// fp32 `[experts]`, or `[experts, 2]` (gate, up) if `gated`.
         factors: *const f32,
         experts: i32,
         rows: i32,
         k: i32,
-        /// Rows are gate and up rows in `layout`.
+        /// Whether rows are gate and up rows, in `layout`.
         gated: bool,
         layout: W13Layout,
         packed_codes: *mut u8,
         packed_scales: *mut u8,
-        /// The factors of sums, as `factors`.
+        /// The factors of an expert's sums, in the shape of `factors`.
         expert_scales: *mut f32,
     }
 
-    /// Rows rounded to NVFP4, or expanded from it, as numbers of the compute type.
+    /// Rows that are rounded to NVFP4 or expanded from it; the result is numbers of the compute type.
     #[derive(Clone, Copy, Debug)]
     struct RoundNvfp4Params {
-        /// `[*, columns]` of `dtype`, or with `scales` codes `[*, columns / 2]`.
+        /// Numbers `[*, columns]` of `dtype`, or with `scales` codes `[*, columns / 2]`.
         x: *const u8,
-        /// e4m3 `[*, columns / 16]`, or null.
+        /// Scales of codes, e4m3 `[*, columns / 16]`. Null if x has numbers.
         scales: *const u8,
-        /// `[*, columns]` of `dtype`, a row a slot (where places are not mapped: a place); may be x.
+        /// Numbers `[*, columns]` of `dtype`, one row for each slot, or for each place if `slot_of_place` is null. It may be x.
         out: *mut u8,
-        /// Of kernels bf16.
+        /// Type of the numbers; kernels take bf16 alone.
         dtype: Dtype,
         columns: i32,
-        /// Of x and out, without a schedule.
+        /// Rows of x and out, if there is no schedule.
         rows: i32,
-        /// A schedule of tiles of up to `tile_rows` rows: rows outside it are left alone. Null: all rows, with the first of
-        /// `global_scales`.
+        /// A schedule of tiles of up to `tile_rows` rows; rows outside it are left alone. If it is null, all rows are taken, with the first
+        /// of `global_scales`.
         tiles: *const Tile,
         tile_count: *const i32,
         tile_rows: i32,
-        /// As in `GroupedGemmParams`.
+        /// The row of x of a place is `slot_of_place[place] / row_divisor`; null if slots are places.
         slot_of_place: *const i32,
         row_divisor: i32,
-        /// Of kernels: rows of `out` are places all the same.
+        /// Kernels alone: rows of `out` are places even if `slot_of_place` is given.
         by_place: bool,
-        /// fp32 `[experts]`: what rows are multiplied by before.
+        /// fp32 `[experts]`: the number by which an expert's rows are multiplied before they are rounded.
         global_scales: *const f32,
-        /// As in `QuantizeFp8Params`.
+        /// The launch before this one does not write x, so the kernel runs beside it (`pdl::run`).
         x_is_older: bool,
     }
 }

@@ -1,4 +1,4 @@
-//! Rows of a schedule's tiles, wherever they lie.
+//! Parameters of kernels that take the rows of a schedule's tiles.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
@@ -7,10 +7,10 @@ pub mod ffi {
         type QuantizeRowsParams = crate::params::quant::ffi::QuantizeRowsParams;
     }
 
-    /// Rows that a schedule names, and no others.
+    /// The rows that a schedule names, and no others.
     #[derive(Clone, Copy, Debug)]
     struct TileRowsParams {
-        /// With a schedule: rows of x, `out` and `scales` are places.
+        /// The rows, with a schedule: rows of x, `out` and `scales` are places.
         rows: QuantizeRowsParams,
         /// Most rows of a tile.
         tile_rows: i32,

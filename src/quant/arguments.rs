@@ -5,7 +5,7 @@ use crate::error::Result;
 use crate::params::W13Layout;
 use pyo3::prelude::*;
 
-/// Reads `layout`: the order of gate and up rows in w13.
+/// Reads `layout`, the order of gate and up rows in w13.
 pub fn w13_layout(name: &str) -> Result<W13Layout> {
     Ok(match name {
         "gate_up" => W13Layout::GateUp,
@@ -15,7 +15,7 @@ pub fn w13_layout(name: &str) -> Result<W13Layout> {
     })
 }
 
-/// Whether activations become e4m3: torch.float8_e4m3fn or its name, or None.
+/// Whether activations are quantised to e4m3. The argument is torch.float8_e4m3fn, its name, or None.
 pub fn is_e4m3(activation_dtype: Option<&Bound<'_, PyAny>>) -> Result<bool> {
     let Some(given) = activation_dtype else { return Ok(false) };
     let name = given.str()?.to_string();

@@ -1,5 +1,5 @@
-//! Matrices of codes whose columns have scales in blocks, as a checkpoint has them on the host: what a format says of them, and what the
-//! CPU's GEMM is told.
+//! Matrices of codes whose columns have scales in blocks, as a checkpoint has them on the host: the description of a format's blocks, and
+//! the operands of the CPU's GEMM.
 
 use super::e2m1;
 use super::scale_layout::ScaleLayout;
@@ -7,7 +7,7 @@ use crate::cpu::instructions::InstructionSet;
 use crate::params::Dtype;
 use std::fmt;
 
-/// What a format says of its blocks. Each has one, in its own file.
+/// The description of a format's blocks. Each format with blocks has one, in its own file.
 pub struct BlockKind {
     /// Columns of a block.
     pub columns: usize,
@@ -15,7 +15,7 @@ pub struct BlockKind {
     pub code_bytes: usize,
     /// Bytes of the scales of an expert's rows.
     pub scale_bytes: fn(&Blocks, usize) -> usize,
-    /// What makes rows of a compute type.
+    /// Gives the function that expands rows to a compute type.
     pub expand: fn(Dtype) -> ExpandRow,
 }
 
@@ -27,7 +27,7 @@ impl fmt::Debug for BlockKind {
 
 /// A row that is expanded.
 pub struct CodeRow {
-    /// Its number among the rows of all experts.
+    /// The number of this row among the rows of all experts.
     pub row: usize,
     /// Rows of an expert.
     pub rows: usize,
@@ -39,25 +39,26 @@ pub struct CodeRow {
 /// Expands a row to `out`, in elements of the compute type that it was chosen for.
 ///
 /// # Safety
-/// The instructions are there; the row's codes hold `count` blocks, the addresses of [`Blocks`] are valid for it, and `out` has room for as
-/// many elements.
+/// The CPU must have the instructions. The row's codes hold `count` blocks, the addresses of [`Blocks`] are valid for it, and `out` has
+/// room for the elements of `count` blocks.
 pub type ExpandRow = unsafe fn(set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8);
 
-/// What a matrix of codes needs beside their address. A field that a format does not have is as in [`Blocks::new`].
+/// The facts about a matrix of codes that a GEMM needs beside their address. A field that a format does not have keeps its value of
+/// [`Blocks::new`].
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks {
     pub kind: &'static BlockKind,
-    /// `[experts, rows, row_blocks]`, or as `layout` and `groups` say.
+    /// Scales `[experts, rows, row_blocks]`, unless `layout` and `groups` say otherwise.
     pub scales: *const u8,
-    /// Blocks of a row: at least what holds the GEMM's `k`; columns beyond `k` are padding.
+    /// Blocks of a row: at least as many as hold the GEMM's `k`. Columns beyond `k` are padding.
     pub row_blocks: usize,
-    /// `[experts]` or null: the scale byte that smaller ones of an expert are brought up to, their codes rounded.
+    /// `[experts]` or null: the least scale byte of an expert. Smaller scales are raised to it, and their codes are rounded.
     pub least: *const u8,
-    /// Where scales lie, padded for each expert.
+    /// The layout of scales, which are padded for each expert.
     pub layout: ScaleLayout,
-    /// As `GroupedGemmParams::expert_scales`, or null.
+    /// Factors of the experts' sums, in the form of `GroupedGemmParams::expert_scales`, or null.
     pub factors: *const f32,
-    /// Scales of several blocks.
+    /// Blocks that share a scale, for formats with such groups.
     pub groups: Groups,
 }
 
@@ -66,7 +67,7 @@ pub struct Blocks {
 pub struct Groups {
     /// Blocks of a group.
     pub blocks: usize,
-    /// Type of scales.
+    /// Dtype of the scales.
     pub dtype: Dtype,
     /// Zero points `[experts, rows, groups]`, or null.
     pub zeros: *const u8,
@@ -85,20 +86,20 @@ impl Blocks {
         (self.kind.scale_bytes)(self, rows)
     }
 
-    /// Groups of so many rows.
+    /// Number of groups of `rows` rows.
     pub fn groups_of(&self, rows: usize) -> usize {
         rows * (self.row_blocks / self.groups.blocks)
     }
 }
 
-/// A scale byte for each block, row by row.
+/// Bytes of `rows` rows' scales, in formats with a scale byte for each block, row by row.
 pub fn byte_a_block(blocks: &Blocks, rows: usize) -> usize {
     rows * blocks.row_blocks
 }
 
-// SAFETY: an address of a tensor that ExpertWeights keeps alive and never writes.
+// SAFETY: the addresses are those of tensors that ExpertWeights keeps alive and never writes.
 unsafe impl Send for Blocks {}
-// SAFETY: as above.
+// SAFETY: the addresses are those of tensors that ExpertWeights keeps alive and never writes.
 unsafe impl Sync for Blocks {}
 
 /// The E8M0 byte of a power of two from 2^-127 to 2^127, or of NaN; None for every other number.

@@ -9,10 +9,11 @@ use crate::variants::portable;
 /// Columns of an activation row, and rows and columns of a weight matrix, that share a scale in `Format::Fp8Block`.
 pub const GROUP: usize = 128;
 
-/// Where a matrix has one scale, or one for each row, rows and columns between the GEMMs are multiples of this: kernels read 16 codes at a time.
+/// If a matrix has one scale, or one for each row, rows and columns between the GEMMs are multiples of this: kernels read 16 codes at a
+/// time.
 pub const LEAST_COLUMNS: i64 = 16;
 
-/// SGLang's default of `per_token_group_quant_fp8`: the least magnitude that a scale is made for.
+/// The least magnitude that a scale is made for. SGLang's `per_token_group_quant_fp8` has this default.
 pub const EPS: f32 = 1e-10;
 
 /// The format whose blocks of 128 x 128 weights have a scale each.
@@ -25,7 +26,7 @@ pub const BLOCK_ROW: QuantSpec = QuantSpec {
     ..TENSOR_ROW
 };
 
-/// The format whose matrices have one scale each, or one a row, and whose activations have one for all of a call's.
+/// The format whose matrices have one scale each, or one for each row. Activations have one scale for all rows of a call.
 pub const TENSOR_ROW: QuantSpec = QuantSpec {
     format: Format::Fp8Tensor,
     name: "fp8_tensor",
@@ -40,7 +41,7 @@ pub const TENSOR_ROW: QuantSpec = QuantSpec {
     ..mxfp4::ROW
 };
 
-/// The same with a scale for each row of activations.
+/// The format fp8_tensor with a scale for each row of activations.
 pub const TOKEN_ROW: QuantSpec = QuantSpec {
     format: Format::Fp8TensorToken,
     name: "fp8_tensor-token",
@@ -48,7 +49,7 @@ pub const TOKEN_ROW: QuantSpec = QuantSpec {
     ..TENSOR_ROW
 };
 
-/// The same with scales of activations that were made before.
+/// The format fp8_tensor with scales of activations that were made before.
 pub const STATIC_ROW: QuantSpec = QuantSpec {
     format: Format::Fp8TensorStatic,
     name: "fp8_tensor-static",
@@ -56,13 +57,15 @@ pub const STATIC_ROW: QuantSpec = QuantSpec {
     ..TENSOR_ROW
 };
 
-/// The largest e4m3.
+/// The largest e4m3 number.
 const LARGEST: f32 = 448.0;
 
-/// Elements that share a scale to e4m3, to nearest, ties to even; returns the scale: the largest magnitude, at least `eps`, over 448.
-/// `powers`: the next power of two from there on. NaN becomes NaN and counts for no scale; infinity makes all of its group NaN or 0.
+/// Quantises elements that share a scale to e4m3, to nearest, ties to even, and returns the scale. The scale is the largest magnitude, at
+/// least `eps`, over 448. With `powers`, it is rounded up to a power of two. NaN becomes NaN and does not count for the scale. Infinity
+/// makes all elements of its group NaN or 0.
 ///
-/// NOTE: elements are multiplied by the rounded reciprocal, as SGLang's Triton kernel does; a division differs where that is a tie.
+/// NOTE: elements are multiplied by the rounded reciprocal, as SGLang's Triton kernel does. A division gives another result if that is a
+/// tie.
 pub fn quantize_group<T: Element>(x: &[T], eps: f32, powers: bool, codes: &mut [u8]) -> f32 {
     let mut scale = peak(x, eps) / LARGEST;
     if powers {
@@ -72,17 +75,17 @@ pub fn quantize_group<T: Element>(x: &[T], eps: f32, powers: bool, codes: &mut [
     scale
 }
 
-/// The largest magnitude, at least `least`; NaN counts for none.
+/// The largest magnitude, at least `least`. NaN does not count.
 pub fn peak<T: Element>(x: &[T], least: f32) -> f32 {
     x.iter().fold(least, |most, x| most.max(x.to_f32().abs()))
 }
 
-/// The scale of a largest magnitude.
+/// The scale of elements whose largest magnitude is `amax`.
 pub fn scale_of(amax: f32, eps: f32) -> f32 {
     amax.max(eps) / LARGEST
 }
 
-/// Elements to e4m3 with a given scale.
+/// Quantises elements to e4m3 with a given scale.
 pub fn quantize_with<T: Element>(x: &[T], scale: f32, codes: &mut [u8]) {
     let inverse = 1.0 / scale;
     for (code, x) in codes.iter_mut().zip(x) {
@@ -90,7 +93,7 @@ pub fn quantize_with<T: Element>(x: &[T], scale: f32, codes: &mut [u8]) {
     }
 }
 
-/// fp32 of an E8M0 byte.
+/// The fp32 value of an E8M0 byte.
 pub fn power_of(byte: u8) -> f32 {
     match byte {
         255 => f32::NAN,

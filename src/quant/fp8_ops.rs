@@ -1,4 +1,4 @@
-//! What Python sees of fp8: quantisation of rows, on CPU and CUDA tensors.
+//! The Python functions of fp8: quantisation of rows, on CPU and CUDA tensors.
 
 use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape};
@@ -97,25 +97,26 @@ pub fn quantize_fp8<'py>(
                 Elem::F32 => check_aligned::<f32>("x", &from)?,
                 _ => check_aligned::<u16>("x", &from)?,
             }
-            // SAFETY: as the contract has them; the outputs are new.
+            // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
             checked.on_cpu(py, || unsafe { cpu::quantize_fp8(&params) });
         }
         Ok((codes.into_object(), scales.into_object()))
     })
 }
 
-/// The launch that quantises `numbers` in groups of `group` columns: 32 a thread in groups of 128 16-bit numbers, else eight.
+/// The launch that quantises `numbers` in groups of `group` columns. A thread takes 32 numbers in groups of 128 16-bit numbers, and
+/// otherwise eight.
 fn groups_of(numbers: i64, group: i64, elem: Elem) -> Launch {
     launch_of(Family::QuantizeFp8, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
 }
 
-/// CTAs that find the largest magnitude: what they read ahead covers the memory's latency.
+/// The largest number of CTAs that find the largest magnitude. The data that they read ahead covers the memory's latency.
 const MOST_PEAK_CTAS: u32 = 256;
 
-/// Up to so many numbers one CTA finds the largest and quantises.
+/// Up to this many numbers, one CTA finds the largest magnitude and quantises.
 const ONE_CTA_NUMBERS: i64 = 1 << 14;
 
-/// The launches that quantise bf16 activations in groups of 128: the first where a scale is that of all rows.
+/// The launches that quantise bf16 activations in groups of 128. The first finds the largest magnitude, if all rows have one scale.
 pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2] {
     let groups = launch_of(Family::QuantizeFp8, rows * columns / 32);
     match scaling {
@@ -132,17 +133,17 @@ pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2]
     }
 }
 
-/// The launch that quantises rows of bf16 in groups of 128 and brings them to their slots' places.
+/// The launch that quantises rows of bf16 in groups of 128 and writes them to their slots' places.
 pub fn to_slots(rows: i64, columns: i64) -> Launch {
     launch_of(Family::QuantizeFp8Slots, rows * columns / 32)
 }
 
-/// Threads of a row with one scale: four vectors of eight numbers each, as far as a CTA goes.
+/// Threads of a row with one scale. A thread takes four vectors of eight numbers, and a row has at most the 256 threads of a CTA.
 pub fn row_threads(columns: i32) -> i32 {
     ((columns / 32).max(1) as u32).next_power_of_two().min(256) as i32
 }
 
-/// The launch that brings a caller's scales of so many rows and groups into order.
+/// The launch that brings a caller's scales of `rows` rows and `groups` groups into order.
 pub fn expansion(rows: i64, groups: i64) -> Launch {
     launch_of(Family::ExpandScales, rows * groups)
 }
@@ -150,6 +151,6 @@ pub fn expansion(rows: i64, groups: i64) -> Launch {
 fn launch_of(family: Family, threads: i64) -> Launch {
     let variant = Variant::of(family);
     let block = variant.threads();
-    let grid = threads.max(1).unsigned_abs().div_ceil(block.into()) as u32;
+    let grid = u32::try_from(threads.max(1).unsigned_abs().div_ceil(block.into())).unwrap_or(u32::MAX);
     Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }
 }

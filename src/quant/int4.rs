@@ -1,6 +1,6 @@
 //! int4: 4-bit integers with a scale, and perhaps a zero point, for a group of a row's columns.
 //!
-//! A weight is (code - zero point) * scale. The scale is rounded to the compute type first; the difference is exact, and the product is
+//! A weight is (code - zero point) * scale. The scale is rounded to the compute type first. The difference is exact, and the product is
 //! rounded to the compute type once. Without zero points the zero point is 8. So a layer of these weights is a layer of plain weights, to
 //! the bit.
 
@@ -12,13 +12,14 @@ use crate::cpu::instructions::InstructionSet;
 use crate::params::Dtype;
 use crate::variants::{int4, Family};
 
-/// Columns that a scale is for at least, and of which a group is a multiple.
+/// The least number of columns that share a scale. The columns of a group are a multiple of it.
 pub const BLOCK: usize = 32;
 
-/// The zero point where there is none.
+/// The zero point of formats without zero points.
 pub const MIDDLE: u8 = 8;
 
-/// The format without zero points. The packed form has a bf16 scale for 32 columns, of longer groups too; so bits are counted.
+/// The format without zero points. `bits_per_weight` counts the packed form, which has a bf16 scale for 32 columns even if groups are
+/// longer.
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Int4,
     name: "int4",
@@ -85,10 +86,10 @@ fn values<T: Element>(scale: f32, zero: u8) -> [T; 16] {
     std::array::from_fn(|code| T::from_f32((code as i32 - i32::from(zero)) as f32 * scale))
 }
 
-/// Expands a row group by group: a scale and a zero point make a table of 16 numbers.
+/// Expands a row group by group. A scale and a zero point make a table of 16 numbers.
 ///
 /// # Safety
-/// As for [`super::blocks::ExpandRow`]; the elements are of type `T`.
+/// The contract of [`super::blocks::ExpandRow`] holds: codes, scales and `out` are valid for the row. The elements are of type `T`.
 unsafe fn expand<T: Element>(_set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8) {
     let (groups, first) = (&blocks.groups, blocks.groups_of(row.row));
     let size = row.count * BLOCK / 2;
@@ -99,7 +100,7 @@ unsafe fn expand<T: Element>(_set: InstructionSet, blocks: &Blocks, row: &CodeRo
     let bytes = groups.blocks * BLOCK / 2;
     for (group, (codes, out)) in codes.chunks(bytes).zip(out.chunks_mut(bytes)).enumerate() {
         let at = first + group;
-        // SAFETY: as above.
+        // SAFETY: the scales and zero points are valid for this row, by the caller's contract.
         let (scale, zero) = unsafe {
             let scale = for_dtype!(groups.dtype, S => blocks.scales.cast::<S>().add(at).read_unaligned().to_f32());
             (scale, if groups.zeros.is_null() { MIDDLE } else { *groups.zeros.add(at) })
@@ -136,7 +137,7 @@ mod tests {
     fn groups_have_their_own_scales_and_zero_points() {
         let (count, group_blocks) = (6, 2);
         let codes: Vec<u8> = (0..count * BLOCK / 2).map(|i| (i * 37 % 256) as u8).collect();
-        // Two rows, of which the second is expanded.
+        // There are two rows, and the second is expanded.
         let scales = [9.0f32, 9.0, 9.0, 0.5, -1.25, 3.0].map(bf16::from_f32);
         for zeros in [None, Some([9u8, 9, 9, 3, 16, 0])] {
             let zeros_at = zeros.as_ref().map_or(std::ptr::null(), |zeros| zeros.as_ptr());
@@ -145,7 +146,7 @@ mod tests {
             // The row's last block is padding.
             let row = CodeRow { row: 1, rows: 2, codes: codes.as_ptr(), count: count - 1 };
             let mut out = vec![bf16::NAN; row.count * BLOCK];
-            // SAFETY: sizes as documented.
+            // SAFETY: the buffers have the documented sizes.
             unsafe { (BLOCKS.expand)(Dtype::Bf16)(InstructionSet::Scalar, &blocks, &row, out.as_mut_ptr().cast()) };
             for (i, got) in out.iter().enumerate() {
                 let (code, group) = (codes[i / 2] >> (4 * (i % 2)) & 15, 3 + i / (BLOCK * group_blocks));

@@ -1,4 +1,4 @@
-//! What Python sees of other projects' layouts of MXFP4 weights, on CPU and CUDA tensors.
+//! The Python functions of other projects' layouts of MXFP4 weights, on CPU and CUDA tensors.
 
 use super::layouts::cutlass::{self, Release};
 use super::layouts::{gpu, hopper, Conversion, Layout, Matrices};
@@ -15,7 +15,7 @@ fn matrices(leading: &[i64], rows: i64, columns: i64) -> Matrices {
     Matrices { count: leading.iter().product::<i64>() as usize, rows: rows as usize, columns: columns as usize }
 }
 
-/// Converts codes and scales where they are: (operand, its bytes, the new tensor) of each.
+/// Converts codes and scales on their device. `tensors` has (operand, its bytes, the new tensor) of each.
 fn convert(
     py: Python<'_>,
     op: &str,
@@ -27,7 +27,7 @@ fn convert(
     match tensors[0].1.place {
         Place::Cpu => {
             for (conversion, (operand, from, to)) in conversions.iter().zip(tensors) {
-                // SAFETY: bytes of contiguous tensors (or contiguous as transposed); the outputs are new.
+                // SAFETY: the tensors are contiguous bytes (or contiguous as transposed), and the outputs are new.
                 let (from, to) = unsafe { (elements(operand, from)?, elements_mut("out", to)?) };
                 checked.on_cpu(py, || conversion.on_host(from, to));
             }
@@ -100,7 +100,7 @@ pub fn swizzle_hopper_mxfp4<'py>(
     })
 }
 
-/// A tensor as triton_kernels stores it, transposed: its shape must be [leading, folded rows, row length].
+/// Borrows a tensor as triton_kernels stores it, transposed. Its shape must be [leading, folded rows, row length].
 fn borrow_swizzled<'py>(
     operand: &'static str,
     object: &Bound<'py, PyAny>,
@@ -184,7 +184,7 @@ pub fn unswizzle_hopper_mxfp4<'py>(
     })
 }
 
-/// Scales of one matrix [rows, groups] as flashinfer shapes them.
+/// The shape of the scales of one matrix [rows, groups], as flashinfer folds them.
 fn folded(release: Release, rows: i64, groups: i64) -> Vec<i64> {
     let (kept, folded) = (cutlass::GROUPS as i64, cutlass::FOLDED_ROWS as i64);
     match release {

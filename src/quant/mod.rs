@@ -1,4 +1,4 @@
-//! Weight formats. A format is a row, which its own file has; [`FORMATS`] lists the rows, and plans, workspaces and roundings follow them.
+//! Weight formats. A format is a row in its own file. [`FORMATS`] lists the rows, and plans, workspaces and roundings follow them.
 
 pub mod arguments;
 pub mod blocks;
@@ -32,29 +32,29 @@ pub enum Format {
     F16,
     F32,
     Mxfp4,
-    /// e4m3 with an fp32 scale for 128 x 128 weights; activations e4m3 with one for 128 columns of a token.
+    /// e4m3 with an fp32 scale for 128 x 128 weights. Activations are e4m3 with a scale for 128 columns of a token.
     Fp8Block,
-    /// Mxfp4 weights, multiplied by activations that are quantised to e4m3 with one scale a row.
+    /// Mxfp4 weights, multiplied by activations that are quantised to e4m3 with one scale for each row.
     Mxfp4A8,
-    /// e4m3 with an E8M0 scale for 32 columns; activations too.
+    /// e4m3 with an E8M0 scale for 32 columns, for weights and activations.
     Mxfp8,
-    /// e2m1 with an e4m3 scale for 16 columns and fp32 ones for an expert's matrix; activations may be rounded to NVFP4 too.
+    /// e2m1 with an e4m3 scale for 16 columns, and fp32 scales for an expert's matrix. Activations may be rounded to NVFP4 too.
     Nvfp4,
-    /// e4m3 with an fp32 scale for an expert's matrix (or each half of w13); activations e4m3 with one scale for all of a call's.
+    /// e4m3 with an fp32 scale for an expert's matrix (or each half of w13). Activations are e4m3 with one scale for all rows of a call.
     Fp8Tensor,
-    /// The same with one scale for each row of activations.
+    /// Fp8Tensor with one scale for each row of activations.
     Fp8TensorToken,
-    /// The same with scales of activations that were made before.
+    /// Fp8Tensor with scales of activations that were made before.
     Fp8TensorStatic,
     /// Nvfp4 on GPUs whose activations are rounded to NVFP4 too.
     Nvfp4A4,
-    /// 4-bit integers less 8 with a scale for 32 columns or a multiple of them.
+    /// 4-bit integers less 8, with a scale for 32 columns or a multiple of them.
     Int4,
-    /// The same less a zero point for each scale.
+    /// 4-bit integers less a zero point for each scale, with scales like those of Int4.
     Int4Zeros,
 }
 
-/// What weights are made of.
+/// The numbers that weights are made of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Weights {
     /// Numbers of the compute type.
@@ -71,47 +71,49 @@ pub enum Weights {
     Int4,
 }
 
-/// What a layer does to activations before it multiplies them.
+/// The rounding that a layer applies to activations before it multiplies them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activations {
-    /// Nothing.
+    /// Activations stay unchanged.
     Kept,
-    /// They become e4m3 with fp32 scales.
+    /// Activations become e4m3 with fp32 scales.
     Fp8(Fp8Scaling),
-    /// They become e4m3 with one scale a row.
+    /// Activations become e4m3 with one scale for each row.
     E4m3Rows,
-    /// They are rounded to the numbers of MXFP8.
+    /// Activations are rounded to the numbers of MXFP8.
     Mxfp8,
-    /// They are rounded to the numbers of NVFP4.
+    /// Activations are rounded to the numbers of NVFP4.
     Nvfp4,
 }
 
-/// A format: what weights are made of, and what becomes of activations.
+/// A format: the numbers of its weights, and the rounding of its activations.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct QuantSpec {
     pub format: Format,
-    /// The name of what `ExpertWeights.<name>` makes (`mxfp4-a8`: mxfp4 with an activation_dtype; `nvfp4-a4`: nvfp4 with an
-    /// input_global_scale, on GPUs; `fp8_tensor-token`, `-static`: fp8_tensor
-    /// as it is by default or with scales; `fp8_tensor`: with per_token=False; `int4-zeros`: int4 with zero points), and on the command line.
+    /// The name of the format on the command line, and of the constructor `ExpertWeights.<name>`. Some formats are a constructor with an
+    /// argument. `mxfp4-a8` is mxfp4 with an activation_dtype, and `nvfp4-a4` is nvfp4 with an input_global_scale, on GPUs.
+    /// `fp8_tensor-token` is fp8_tensor by default, `fp8_tensor-static` is fp8_tensor with scales, and `fp8_tensor` is that with
+    /// per_token=False. `int4-zeros` is int4 with zero points.
     pub name: &'static str,
     pub weights: Weights,
     pub activations: Activations,
-    /// Type that activations have and products are taken in; where weights allow others, the default.
+    /// Dtype of activations and products. If the weights allow several, this is the default.
     pub compute: Dtype,
-    /// Weight bits with scales, for the roofline.
+    /// Bits of a weight, scales included, for the roofline.
     pub bits_per_weight: f64,
-    /// The hidden size must be a multiple of this, and the intermediate size one of the next.
+    /// The hidden size must be a multiple of `block`, and the intermediate size a multiple of `inner_block`.
     pub block: i64,
     pub inner_block: i64,
-    /// Rate of its products on GPUs, as a multiple of that of 16-bit elements: for the roofline. e4m3's was measured on H200: 1400 and 790 TFLOP/s.
+    /// Rate of its products on GPUs, as a multiple of the rate of 16-bit elements, for the roofline. The rates of e4m3 and 16 bits were
+    /// measured on an H200: 1400 and 790 TFLOP/s.
     pub speed: f64,
     /// Whether CUDA kernels exist.
     pub cuda: bool,
-    /// Whether a call takes the weights as tensors, too. Weights of the other formats are more tensors than `moe_tensors` has.
+    /// Whether a call takes the weights as tensors, too. Weights of the other formats are more tensors than `moe_tensors` takes.
     pub bare_tensors: bool,
-    /// The tiles of its portable kernel, by tokens.
+    /// The tiles of its portable kernel, ordered by tokens.
     pub portable: &'static [Variant],
-    /// What GPUs read, where it is a form of their own that is made at load.
+    /// The packed form of weights that GPUs read, if the format has one. It is made at load.
     pub packing: Option<Packing>,
 }
 
@@ -119,24 +121,24 @@ pub struct QuantSpec {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Packing {
     pub form: Form,
-    /// By tokens.
+    /// The tiles, ordered by tokens.
     pub tiles: &'static [Variant],
-    /// Tiles for K of whole stages of four blocks.
+    /// Tiles for a K of whole pipeline stages of four blocks.
     pub fours: &'static [Variant],
-    /// Where one tile ends and the next begins.
+    /// The borders between one tile and the next.
     pub borders: Borders,
 }
 
-/// Borders between the tiles of a packed format on Hopper, as `moe::plan::packed_sm90` has measured them.
+/// Borders between the tiles of a packed format on Hopper. `moe::plan::packed_sm90` has measured them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Borders {
-    /// Those of 4-bit weights and bf16 activations, with a tile of 64 rows for few work units.
+    /// Borders of 4-bit weights with bf16 activations, with a tile of 64 rows for few work units.
     FourBits,
-    /// The same where there is one tile of each width.
+    /// Borders of 4-bit weights with bf16 activations, if there is one tile of each width.
     FourBitsOfOneWidth,
-    /// Those of MXFP4 weights and e4m3 activations.
+    /// Borders of MXFP4 weights with e4m3 activations.
     E4m3,
-    /// Those of MXFP8 weights.
+    /// Borders of MXFP8 weights.
     Mxfp8,
 }
 
@@ -179,17 +181,17 @@ impl Format {
         &FORMATS[self as usize]
     }
 
-    /// What the weights are made of.
+    /// The numbers that the weights are made of.
     pub fn weights(self) -> Weights {
         self.spec().weights
     }
 
-    /// What a layer does to activations.
+    /// The rounding that a layer applies to activations.
     pub fn activations(self) -> Activations {
         self.spec().activations
     }
 
-    /// Whether GPUs read the weights in a form of their own, made at load.
+    /// Whether GPUs read the weights in a packed form, made at load.
     pub fn is_packed(self) -> bool {
         self.spec().packing.is_some()
     }
@@ -218,7 +220,7 @@ impl Format {
         }
     }
 
-    /// An error where no CUDA kernel takes the format.
+    /// An error if no CUDA kernel takes the format.
     pub fn require_cuda(self) -> Result<()> {
         let name = self.spec().name;
         if self.spec().cuda {
@@ -232,19 +234,19 @@ impl Format {
     }
 }
 
-/// A hyphen counts as an underscore and the reverse: "fp8-block" is "fp8_block".
+/// The format with a name. A hyphen counts as an underscore and the reverse: "fp8-block" is "fp8_block".
 pub fn by_name(name: &str) -> Option<&'static QuantSpec> {
     let letters = |text: &str| text.replace('-', "_");
     FORMATS.iter().find(|f| f.name == name).or_else(|| FORMATS.iter().find(|f| letters(f.name) == letters(name)))
 }
 
-/// The error for a name that is none.
+/// The error for a name that no format has.
 pub fn unknown(name: &str) -> Error {
     let known = FORMATS.map(|f| f.name);
     Error::Unsupported(format!("format {name:?}; supported: {}", known.join(", ")))
 }
 
-/// The name of a compute type: that of its plain format.
+/// The name of a compute type, which is the name of its plain format.
 pub fn name(dtype: Dtype) -> &'static str {
     Format::plain(dtype).spec().name
 }

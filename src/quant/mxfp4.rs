@@ -13,7 +13,7 @@ use half::{bf16, f16};
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
 
-/// The format. Rows of other formats begin with it.
+/// The format MXFP4. Rows of other formats start from this one.
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Mxfp4,
     name: "mxfp4",
@@ -35,7 +35,7 @@ pub const ROW: QuantSpec = QuantSpec {
     }),
 };
 
-/// What GPU kernels read.
+/// The packed form that GPU kernels read.
 pub const FORM: Form = Form {
     code_bytes: CODE_BYTES,
     scale_bytes: SCALE_BYTES,
@@ -44,7 +44,7 @@ pub const FORM: Form = Form {
     pack: Family::Mxfp4Pack,
 };
 
-/// The format whose activations are quantised to e4m3, with one scale a row.
+/// The format whose activations are quantised to e4m3, with one scale for each row.
 pub const A8_ROW: QuantSpec = QuantSpec {
     format: Format::Mxfp4A8,
     name: "mxfp4-a8",
@@ -67,12 +67,13 @@ const TASK: usize = 2048;
 
 const INFINITY: u32 = 0x7f80_0000;
 
-/// How a block's scale is rounded to a power of two. `amax` is its largest magnitude.
+/// The way in which a block's scale is rounded to a power of two. `amax` is the block's largest magnitude.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rounding {
-    /// 2^ceil(log2(amax / 6)): nothing is clipped. triton_kernels' ROUND_UP, its default.
+    /// 2^ceil(log2(amax / 6)): nothing is clipped. This is triton_kernels' ROUND_UP, its default.
     Up,
-    /// 2^(floor(log2(amax)) - 2), the rule of the OCP specification (section 6.3): magnitudes above 6 scales are clipped. ROUND_DOWN.
+    /// 2^(floor(log2(amax)) - 2), the rule of the OCP specification (section 6.3): magnitudes above 6 scales are clipped. This is
+    /// triton_kernels' ROUND_DOWN.
     Down,
 }
 
@@ -94,9 +95,10 @@ impl Float for bf16 {
     const MAX: f32 = bf16::MAX.to_f32_const();
 }
 
-/// Whole blocks of `x` to 16 bytes of codes and a scale byte each: elements to nearest, ties to even, saturating at 6 scales.
+/// Quantises whole blocks of `x` to 16 bytes of codes and a scale byte each. Elements are rounded to nearest, ties to even, and saturate at
+/// 6 scales.
 ///
-/// NOTE: blocks with NaN or infinity come out as from triton_kernels' `downcast_to_mxfp_torch`, see `non_finite`.
+/// NOTE: blocks with NaN or infinity come out as from triton_kernels' `downcast_to_mxfp_torch`; see `non_finite`.
 pub fn quantize<T: Float>(x: &[T], rounding: Rounding, codes: &mut [u8], scales: &mut [u8]) {
     let tasks = x.par_chunks(TASK * BLOCK).zip(codes.par_chunks_mut(TASK * BYTES)).zip(scales.par_chunks_mut(TASK));
     tasks.for_each(|((x, codes), scales)| {
@@ -108,14 +110,14 @@ pub fn quantize<T: Float>(x: &[T], rounding: Rounding, codes: &mut [u8], scales:
 }
 
 fn quantize_block(x: &[f32; BLOCK], rounding: Rounding, codes: &mut [u8]) -> u8 {
-    // Magnitudes order as their bits do; NaN is above infinity.
+    // Magnitudes order like their bits; NaN is above infinity.
     let amax = x.iter().fold(0, |max, x| max.max(x.to_bits() & !(1 << 31)));
     let scale = scale_byte(amax, rounding);
     if amax >= INFINITY {
         pack(codes, |i| non_finite(x[i]));
         return scale;
     }
-    // 0 for the scale byte 0: amax / 6 has underflowed.
+    // The inverse is 0 for the scale byte 0, because amax / 6 has underflowed.
     let inverse = if scale == 0 { 0.0 } else { 1.0 / e2m1::scale(scale) };
     let elements = x.map(|x| nearest(x.abs() * inverse) | x.to_bits() >> 28 & 8);
     pack(codes, |i| elements[i] as u8);
@@ -138,7 +140,8 @@ fn sign(x: f32) -> u8 {
     (x.to_bits() >> 28) as u8 & 8
 }
 
-/// The code of the nearest e2m1 magnitude. At a midpoint the even code wins: `>` where that is the lower one, `>=` where it is the upper.
+/// The code of the nearest e2m1 magnitude. At a midpoint the even code wins: the comparison is `>` if that is the lower code, and `>=` if
+/// it is the upper one.
 fn nearest(y: f32) -> u32 {
     u32::from(y > 0.25)
         + u32::from(y >= 0.75)
@@ -149,8 +152,8 @@ fn nearest(y: f32) -> u32 {
         + u32::from(y > 5.0)
 }
 
-/// An element of a block with NaN or infinity: x * 0, saturated. Of these products NaN keeps its sign, and infinity becomes x86's
-/// default NaN, which is negative.
+/// The code of an element in a block with NaN or infinity: x * 0, saturated. In these products NaN keeps its sign, and infinity becomes
+/// x86's default NaN, which is negative.
 fn non_finite(x: f32) -> u8 {
     if x.is_nan() {
         7 | sign(x)
@@ -167,14 +170,15 @@ fn pack(codes: &mut [u8], element: impl Fn(usize) -> u8) {
     }
 }
 
-/// Whole blocks back to `out`: element times scale, rounded once, saturated at the largest finite value; NaN for the scale byte 255.
+/// Dequantises whole blocks to `out`: element times scale, rounded once, saturated at the largest finite value. The scale byte 255 gives
+/// NaN.
 pub fn dequantize<T: Float>(codes: &[u8], scales: &[u8], out: &mut [T]) {
     let tasks = codes.par_chunks(TASK * BYTES).zip(scales.par_chunks(TASK)).zip(out.par_chunks_mut(TASK * BLOCK));
     tasks.for_each(|((codes, scales), out)| {
         let blocks = codes.chunks_exact(BYTES).zip(scales).zip(out.chunks_exact_mut(BLOCK));
         for ((codes, &scale), out) in blocks {
             let scale = e2m1::scale(scale);
-            // One NaN for all codes: the sign of a product with NaN is the processor's choice.
+            // All codes of a NaN block get one NaN, because the sign of a product with NaN is the processor's choice.
             let number = |x: f32| T::from_f32(if scale.is_nan() { scale } else { (x * scale).clamp(-T::MAX, T::MAX) });
             let values = e2m1::VALUES.map(number);
             for (out, code) in out.chunks_exact_mut(2).zip(codes) {
@@ -185,14 +189,14 @@ pub fn dequantize<T: Float>(codes: &[u8], scales: &[u8], out: &mut [T]) {
     });
 }
 
-/// The numbers of each scale: code times scale, rounded to nearest, at most the largest finite number. Exact in fp32 and bf16 but for the
-/// scales 2^126 and 2^127, and in fp16 from 2^-23 to 2^13. All NaN with scale 255.
+/// The numbers of each scale: code times scale, rounded to nearest, at most the largest finite number. They are exact in fp32 and bf16
+/// except for the scales 2^126 and 2^127, and in fp16 from 2^-23 to 2^13. They are all NaN with scale 255.
 type Table<T> = [[T; 16]; 256];
 
 /// Expands blocks that follow each other in memory.
 ///
 /// # Safety
-/// The instructions are there; the pointers hold `16 * blocks` bytes of codes, `blocks` scales and room for `32 * blocks` elements.
+/// The CPU must have the instructions. The pointers hold `16 * blocks` bytes of codes, `blocks` scales and room for `32 * blocks` elements.
 pub type Expand = unsafe fn(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8);
 
 /// An element type that MXFP4 is expanded to.
@@ -251,7 +255,7 @@ expandable!(f16, f16::from_f32_const, x86::avx512_16::<f16>, x86::avx2_16::<f16>
 expandable!(f32, same, x86::avx512_32, scalar::<f32>);
 
 /// # Safety
-/// As for [`Expand`].
+/// The pointers hold `16 * blocks` bytes of codes, `blocks` scales and room for `32 * blocks` elements; see [`Expand`].
 unsafe fn scalar<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
     // SAFETY: the caller's contract.
     let (codes, scales, out) = unsafe {
@@ -276,7 +280,7 @@ mod x86 {
     use super::{Expandable, BLOCK};
 
     /// # Safety
-    /// As for [`super::Expand`] with AVX-512 F and BW; `T` has two bytes.
+    /// The CPU must have AVX-512 F and BW. The pointers are valid as [`super::Expand`] says; `T` has two bytes.
     #[target_feature(enable = "avx512f,avx512bw")]
     pub unsafe fn avx512_16<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
         // SAFETY: the caller's contract.
@@ -284,8 +288,8 @@ mod x86 {
             for i in 0..blocks {
                 let values = _mm256_loadu_si256(T::TABLE[*scales.add(i) as usize].as_ptr().cast());
                 let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(codes.add(i * BLOCK / 2).cast()));
-                // Each 32-bit lane: the low nibble at bit 0, the high one at bit 16. Of a 16-bit index the permutation reads five bits,
-                // and the fifth chooses between two equal tables.
+                // Each 32-bit lane has the low nibble at bit 0 and the high one at bit 16. The permutation reads five bits of a 16-bit
+                // index, and the fifth chooses between two equal tables.
                 let index = _mm512_or_si512(bytes, _mm512_slli_epi32::<12>(bytes));
                 let values = _mm512_permutexvar_epi16(index, _mm512_broadcast_i64x4(values));
                 _mm512_storeu_si512(out.cast::<T>().add(i * BLOCK).cast(), values);
@@ -294,7 +298,7 @@ mod x86 {
     }
 
     /// # Safety
-    /// As for [`super::Expand`] to fp32 with AVX-512 F.
+    /// The CPU must have AVX-512 F. The pointers are valid as [`super::Expand`] says, with fp32 elements.
     #[target_feature(enable = "avx512f")]
     pub unsafe fn avx512_32(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
         // SAFETY: the caller's contract.
@@ -311,12 +315,12 @@ mod x86 {
     }
 
     /// # Safety
-    /// As for [`super::Expand`] with AVX2; `T` has two bytes.
+    /// The CPU must have AVX2. The pointers are valid as [`super::Expand`] says; `T` has two bytes.
     #[target_feature(enable = "avx2")]
     pub unsafe fn avx2_16<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
         // SAFETY: the caller's contract.
         unsafe {
-            // Even bytes first: the low bytes of the sixteen numbers, then the high ones.
+            // The shuffle puts even bytes first: the low bytes of the sixteen numbers, then the high ones.
             let apart = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
             for i in 0..blocks {
                 let values = T::TABLE[*scales.add(i) as usize].as_ptr().cast::<__m128i>();
@@ -333,7 +337,7 @@ mod x86 {
         }
     }
 
-    /// The 32 codes of a block, a byte each, in their order.
+    /// The 32 codes of a block in their order, one byte each.
     ///
     /// # Safety
     /// `codes` holds 16 bytes.
@@ -348,10 +352,10 @@ mod x86 {
     }
 }
 
-/// Expands a row, its small scales brought up to the expert's least.
+/// Expands a row. Its small scales are raised to the expert's least scale.
 ///
 /// # Safety
-/// As for [`super::blocks::ExpandRow`]; the elements are of type `T`.
+/// The contract of [`super::blocks::ExpandRow`] holds: codes, scales and `out` are valid for the row. The elements are of type `T`.
 unsafe fn expand_row<T: Expandable>(set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8) {
     let (expand, codes) = (T::expander(set), row.codes);
     // SAFETY: the caller's contract.
@@ -379,7 +383,7 @@ unsafe fn expand_row<T: Expandable>(set: InstructionSet, blocks: &Blocks, row: &
 mod tests {
     use super::*;
 
-    /// The number by its definition, rounded once; exact for these exponents.
+    /// Checks the numbers against their definition, rounded once. They are exact for the exponents `exact`.
     fn check<T: Expandable>(exact: std::ops::RangeInclusive<i32>) {
         for scale in 0..=255u8 {
             for (code, got) in T::TABLE[scale as usize].iter().enumerate() {
@@ -405,14 +409,14 @@ mod tests {
         check::<f16>(-23..=13);
     }
 
-    /// Every scale with every pair of codes, by every instruction set.
+    /// Checks every scale with every pair of codes, for every instruction set.
     fn instruction_sets_agree<T: Expandable>(bits: impl Fn(T) -> u32) {
         let blocks = 256 * 16;
         let scales: Vec<u8> = (0..blocks).map(|i| (i / 16) as u8).collect();
         let codes: Vec<u8> = (0..blocks * BLOCK / 2).map(|i| i as u8).collect();
         for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
             let mut out = vec![T::from_f32(7.0); blocks * BLOCK];
-            // SAFETY: sizes as documented; the set is available.
+            // SAFETY: the buffers have the documented sizes, and the set is available.
             unsafe { T::expander(set)(codes.as_ptr(), scales.as_ptr(), blocks, out.as_mut_ptr().cast()) };
             for (i, &got) in out.iter().enumerate() {
                 let code = codes[i / 2] >> (4 * (i % 2)) & 15;
@@ -428,7 +432,7 @@ mod tests {
         instruction_sets_agree::<bf16>(|x| x.to_bits().into());
     }
 
-    /// Every e2m1 magnitude, the midpoints between them and the floats next to those, against the distances.
+    /// Checks every e2m1 magnitude, the midpoints between them and the floats next to those, against the distances.
     #[test]
     fn nearest_is_nearest_even() {
         for y in (0..=800).map(|i| i as f32 / 100.0).flat_map(|y| [y.next_down().max(0.0), y, y.next_up()]) {
@@ -460,7 +464,7 @@ mod tests {
         }
     }
 
-    /// What is exact in MXFP4 comes back, with every scale and in every dtype that holds it.
+    /// Numbers that are exact in MXFP4 come back, with every scale and in every dtype that holds them.
     #[test]
     fn exact_values_come_back() {
         let codes: Vec<u8> = (0..16).map(|i| i | (15 - i) << 4).collect();
@@ -470,7 +474,7 @@ mod tests {
             assert!(x.iter().all(|x| x.is_nan() == (byte == 255)));
             let (mut again, mut scale) = ([0; BYTES], [0]);
             quantize(&x, Rounding::Down, &mut again, &mut scale);
-            // 2^-127 is below the scales that quantisation gives, and 6 * 2^127 beyond f32.
+            // The scale 2^-127 is below the scales that quantisation gives, and 6 * 2^127 is beyond f32.
             if (1..=252).contains(&byte) {
                 assert_eq!((&again[..], scale[0]), (&codes[..], byte));
             }

@@ -11,7 +11,7 @@ use std::sync::LazyLock;
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
 
-/// The format. Activations become MXFP8, too.
+/// The format MXFP8. Activations become MXFP8, too.
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Mxfp8,
     name: "mxfp8",
@@ -36,26 +36,26 @@ pub const ROW: QuantSpec = QuantSpec {
     ..mxfp4::ROW
 };
 
-/// Rows of bf16 alone are made of MXFP8.
+/// Blocks of MXFP8. They are expanded to bf16 only.
 pub static BLOCKS: BlockKind = BlockKind {
     columns: BLOCK,
     code_bytes: BLOCK,
     scale_bytes: byte_a_block,
     expand: |_| {
         |_, blocks, row, out| {
-            // SAFETY: the contract of `ExpandRow`.
+            // SAFETY: the caller's contract, which is that of `ExpandRow`.
             unsafe { expand(row.codes, blocks.scales.add(row.row * blocks.row_blocks), row.count, out) }
         }
     },
 };
 
-/// The E8M0 byte of a group whose largest magnitude is `amax`: 2^ceil(log2(amax / 448)), so that nothing is clipped, from 2^-127 on.
-/// 254 for infinity, 255 for NaN.
+/// The E8M0 byte of a group whose largest magnitude is `amax`: 2^ceil(log2(amax / 448)), at least 2^-127, so that nothing is clipped. It is
+/// 254 for infinity and 255 for NaN.
 pub fn e8m0_of_amax(amax: f32) -> u8 {
     let bits = amax.to_bits() & !(1 << 31);
     match bits {
         0..0x7f80_0000 => {
-            // 448 is 1.75 * 2^8: a mantissa above 0.75 carries.
+            // 448 is 1.75 * 2^8, so a mantissa above 0.75 carries.
             let exponent = (bits + 0x1f_ffff) >> 23;
             exponent.saturating_sub(8) as u8
         }
@@ -64,7 +64,7 @@ pub fn e8m0_of_amax(amax: f32) -> u8 {
     }
 }
 
-/// What elements are multiplied by before they are rounded; 0 for the scales that flashinfer's kernel has no reciprocal of.
+/// The factor that elements are multiplied by before they are rounded. It is 0 for scales that have no reciprocal in flashinfer's kernel.
 pub fn inverse(scale: u8) -> f32 {
     match scale {
         1..=253 => f32::from_bits((254 - u32::from(scale)) << 23),
@@ -73,22 +73,23 @@ pub fn inverse(scale: u8) -> f32 {
     }
 }
 
-/// A group's scale byte and codes, to nearest, ties to even. NaN becomes NaN and counts for no scale but that of a group of nothing else;
-/// infinity becomes NaN, and finite elements beside it 0, as do elements of a group below 448 * 2^-127.
+/// A group's scale byte and codes, to nearest, ties to even. NaN becomes NaN, and counts for the scale only in a group of nothing else.
+/// Infinity becomes NaN, and finite elements beside it become 0. Elements of a group whose largest magnitude is at most 448 * 2^-127 become
+/// 0, too.
 pub fn quantize_group(x: &[f32; BLOCK]) -> (u8, [u8; BLOCK]) {
     let scale = e8m0_of_amax(x.iter().fold(f32::NAN, |most, x| most.max(x.abs())));
     let inverse = inverse(scale);
     (scale, x.map(|x| e4m3(x * inverse)))
 }
 
-/// Element times scale in fp32, exact but for overflow; NaN for the scale 255.
+/// Element times scale in fp32, exact except for overflow. The scale 255 gives NaN.
 pub fn value(code: u8, scale: u8) -> f32 {
     e4m3_value(code) * e2m1::scale(scale)
 }
 
 static VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| std::array::from_fn(|code| e4m3_value(code as u8)));
 
-/// Expands blocks of e4m3 codes to bf16: code times scale, exact from 2^-133 to the largest bf16, which bounds what is beyond.
+/// Expands blocks of e4m3 codes to bf16: code times scale, exact from 2^-133 to the largest bf16. Larger products become the largest bf16.
 ///
 /// # Safety
 /// The pointers hold `32 * blocks` bytes of codes, `blocks` scales and room for `32 * blocks` elements.
@@ -106,7 +107,7 @@ unsafe fn expand(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u
         let scale_value = e2m1::scale(scale);
         for (out, &code) in out.iter_mut().zip(codes) {
             let value = values[usize::from(code)] * scale_value;
-            // In this range bf16 has all of the bits, so that cutting off what lies below them is exact.
+            // In this range bf16 has all bits of the product, so cutting off the lower half is exact.
             *out = match scale {
                 3..=245 => bf16::from_bits((value.to_bits() >> 16) as u16),
                 _ => bf16::from_f32(value.clamp(-most, most)),
@@ -125,7 +126,7 @@ mod tests {
             for first in (0..256).step_by(BLOCK) {
                 let codes: [u8; BLOCK] = std::array::from_fn(|i| (first + i) as u8);
                 let mut out = [bf16::ZERO; BLOCK];
-                // SAFETY: one block of each.
+                // SAFETY: the pointers hold one block of codes, one scale and room for one block.
                 unsafe { expand(codes.as_ptr(), &scale, 1, out.as_mut_ptr().cast()) };
                 for (code, out) in codes.into_iter().zip(out) {
                     let expected = value(code, scale);
@@ -168,7 +169,7 @@ mod tests {
         }
     }
 
-    /// Quantising what was dequantised changes nothing, and bf16 holds it.
+    /// Quantising dequantised values again changes nothing, and bf16 holds the values.
     #[test]
     fn values_come_back_from_bf16() {
         for seed in 0..4000u32 {

@@ -1,4 +1,4 @@
-//! What Python sees of MXFP8: quantisation of rows and its inverse, on CPU and CUDA tensors.
+//! The Python functions of MXFP8: quantisation of rows and its inverse, on CPU and CUDA tensors.
 
 use super::mxfp8;
 use super::nvfp4::ScaleLayout;
@@ -71,7 +71,7 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
             launch(&stream, "mxfp8_quantize", Family::QuantizeMxfp8, &params)?;
         } else {
             check_numbers("x", &from)?;
-            // SAFETY: as the contract has them; the outputs are new.
+            // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
             checked.on_cpu(py, || unsafe { cpu::quantize_mxfp8(&params) });
         }
         Ok((codes.into_object(), scales.into_object()))
@@ -125,14 +125,14 @@ pub fn dequantize_mxfp8<'py>(
             launch(&stream, "mxfp8_dequantize", Family::DequantizeMxfp8, &params)?;
         } else {
             check_numbers("out", &out)?;
-            // SAFETY: as the contract has them; the output is new.
+            // SAFETY: the contract checked shapes and dtypes, and the output is new.
             checked.on_cpu(py, || unsafe { cpu::dequantize_mxfp8(&params) });
         }
         Ok(out.into_object())
     })
 }
 
-/// Kernels count eights of padded rows in 32 bits.
+/// Refuses sizes that kernels cannot count: they count eights of numbers in padded rows in 32 bits.
 fn check_extent(operand: &str, rows: i64, columns: i64) -> Result<()> {
     let padded = rows.checked_add(127).and_then(|rows| rows.checked_mul(columns.saturating_add(127)));
     if columns > i64::from(i32::MAX) - 128 || padded.is_none_or(|numbers| numbers / 8 > i64::from(i32::MAX)) {
@@ -150,12 +150,12 @@ fn check_numbers(operand: &str, numbers: &View) -> Result<()> {
     }
 }
 
-/// A thread for eight numbers, of rows and groups with scales.
+/// Launches a thread for eight numbers, over all rows and groups that have scales.
 pub fn launch(stream: &Stream<'_>, op: &str, family: Family, p: &QuantizeMxfp8Params) -> Result<()> {
     let variant = Variant::of(family);
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let threads = layout.bytes(p.rows as usize, p.padded_columns as usize / mxfp8::BLOCK) * 4;
     let block = variant.threads();
-    let grid = threads.div_ceil(block as usize) as u32;
+    let grid = u32::try_from(threads.div_ceil(block as usize)).unwrap_or(u32::MAX);
     stream.launch(op, &Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }, p)
 }

@@ -1,5 +1,5 @@
-//! NVFP4: e2m1 elements, two a byte with the low nibble first, one e4m3 scale for 16 of them, and a number for the whole tensor. The same
-//! quantisation with E8M0 scales makes MXFP4.
+//! NVFP4: e2m1 elements, two in a byte with the low nibble first, one e4m3 scale for 16 of them, and a number for the whole tensor. This
+//! quantisation makes MXFP4 if its scales are E8M0.
 
 use super::blocks::{BlockKind, Blocks, CodeRow};
 use super::mxfp4::Expand;
@@ -17,7 +17,7 @@ use std::sync::LazyLock;
 /// Elements that share a scale.
 pub const BLOCK: usize = 16;
 
-/// The format. On CPUs a layer may round activations to NVFP4, too; on GPUs such layers are of [`A4_ROW`].
+/// The format NVFP4. On CPUs a layer may round activations to NVFP4, too. On GPUs such layers have the format [`A4_ROW`].
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Nvfp4,
     name: "nvfp4",
@@ -53,19 +53,19 @@ pub static BLOCKS: BlockKind = BlockKind {
     expand: |dtype| for_dtype!(dtype, T => expand_row::<T>),
 };
 
-/// Largest magnitude; NaNs do not count.
+/// The largest magnitude. NaN does not count.
 pub fn amax(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |max, x| x.abs().max(max))
 }
 
-/// `x` rounded up to a power of two; infinity stays, and NaN becomes 0.
+/// `x` rounded up to a power of two. Infinity stays, and NaN becomes 0.
 pub fn power_of_two_above(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits(if bits & 0x7F_FFFF == 0 { bits } else { bits.wrapping_add(0x80_0000) & 0x7F80_0000 })
 }
 
-/// Values that share a scale to e2m1; returns the scale's byte: e4m3, or with `powers` E8M0 (rounded up), of `scale` x amax / 6. Values are
-/// multiplied by `scale` over that scale, and all are 0 where it is 0.
+/// Quantises values that share a scale to e2m1, and returns the byte of that scale. The scale is `scale` x amax / 6, in e4m3, or in E8M0
+/// (rounded up) with `powers`. Values are multiplied by `scale` over that scale; all become 0 if it is 0.
 pub fn quantize_block(values: &[f32], scale: f32, powers: bool, codes: &mut [u8]) -> u8 {
     let wanted = scale * (amax(values) * (1.0 / 6.0));
     let (byte, narrow) = if powers {
@@ -82,7 +82,7 @@ pub fn quantize_block(values: &[f32], scale: f32, powers: bool, codes: &mut [u8]
     byte
 }
 
-/// The numbers of each scale and code, all of them exact in every compute type.
+/// The numbers of each scale and code. All of them are exact in every compute type.
 type Table<T> = [[T; 16]; 256];
 
 fn table<T: Element>() -> Table<T> {
@@ -154,16 +154,16 @@ mod x86 {
 
     use super::{Expandable, BLOCK};
 
-    /// Two blocks at a time.
+    /// Expands two blocks at a time.
     ///
     /// # Safety
-    /// As for [`super::scalar`] with AVX-512 F and BW; `T` has two bytes.
+    /// The CPU must have AVX-512 F and BW. The pointers are valid as [`super::scalar`] requires; `T` has two bytes.
     #[target_feature(enable = "avx512f,avx512bw")]
     pub unsafe fn avx512_16<T: Expandable>(codes: *const u8, scales: *const u8, blocks: usize, out: *mut u8) {
         let table = T::table();
         // SAFETY: the caller's contract.
         unsafe {
-            // The fifth bit of an index names the second block's numbers.
+            // The fifth bit of an index chooses the second block's numbers.
             let second = _mm512_inserti64x4::<1>(_mm512_setzero_si512(), _mm256_set1_epi16(16));
             let values = |i: usize| _mm256_loadu_si256(table[*scales.add(i) as usize].as_ptr().cast());
             for i in (0..blocks / 2 * 2).step_by(2) {
@@ -187,14 +187,14 @@ mod x86 {
     }
 }
 
-/// Expands a row, whose scales lie as their layout has it.
+/// Expands a row. Its scales lie in the layout of `blocks`.
 ///
 /// # Safety
-/// As for [`super::blocks::ExpandRow`]; the elements are of type `T`.
+/// The contract of [`super::blocks::ExpandRow`] holds: codes, scales and `out` are valid for the row. The elements are of type `T`.
 unsafe fn expand_row<T: Expandable>(set: InstructionSet, blocks: &Blocks, row: &CodeRow, out: *mut u8) {
     let (expand, layout) = (T::expander(set), blocks.layout);
     let scales = blocks.scales.wrapping_add(row.row / row.rows * blocks.scale_bytes(row.rows));
-    // In tiles four neighbours of a row lie together.
+    // In tiles, the scales of four neighbours of a row lie together.
     let together = if layout == ScaleLayout::Linear { row.count } else { 4 };
     for first in (0..row.count).step_by(together) {
         let size = (row.count - first).min(together);
@@ -210,14 +210,14 @@ unsafe fn expand_row<T: Expandable>(set: InstructionSet, blocks: &Blocks, row: &
 mod tests {
     use super::*;
 
-    /// Every scale with every code, by its definition and by every instruction set.
+    /// Checks every scale with every code against their definition, for every instruction set.
     fn check<T: Expandable>(bits: impl Fn(T) -> u32) {
         let blocks = 257;
         let scales: Vec<u8> = (0..blocks).map(|i| i as u8).collect();
         let codes: Vec<u8> = (0..blocks * BLOCK / 2).map(|i| (2 * (i % 8) + 16 * (2 * (i % 8) + 1)) as u8).collect();
         for set in InstructionSet::ALL.into_iter().filter(|set| set.is_available()) {
             let mut out = vec![T::from_f32(7.0); blocks * BLOCK];
-            // SAFETY: sizes as documented; the set is available.
+            // SAFETY: the buffers have the documented sizes, and the set is available.
             unsafe { T::expander(set)(codes.as_ptr(), scales.as_ptr(), blocks, out.as_mut_ptr().cast()) };
             for (i, &got) in out.iter().enumerate() {
                 let exact = e4m3_value(scales[i / BLOCK]) * VALUES[i % BLOCK];
@@ -252,7 +252,7 @@ mod tests {
         let values: [f32; BLOCK] = std::array::from_fn(|i| [6.0, -3.0, 0.5, 0.0][i % 4]);
         assert_eq!(quantize_block(&values, 1.0, false, &mut codes), e4m3(1.0));
         assert_eq!(codes, [0xD7, 0x01, 0xD7, 0x01, 0xD7, 0x01, 0xD7, 0x01]);
-        // A larger scale of the tensor goes into the block's.
+        // A larger scale of the tensor goes into the scale of the block.
         assert_eq!(quantize_block(&values, 448.0, false, &mut codes), e4m3(448.0));
         assert_eq!(codes[0], 0xD7);
         assert_eq!(quantize_block(&[0.0; BLOCK], 1.0, false, &mut codes), 0);

@@ -1,4 +1,4 @@
-//! What Python sees of the quantisation to NVFP4, on CPU and CUDA tensors.
+//! The Python functions of NVFP4: quantisation, on CPU and CUDA tensors.
 
 use super::nvfp4::ScaleLayout;
 use super::ops::check_vectors;
@@ -100,14 +100,15 @@ pub fn quantize_nvfp4<'py>(
                 Elem::F32 => check_aligned::<f32>("x", &from)?,
                 _ => check_aligned::<u16>("x", &from)?,
             }
-            // SAFETY: as the contract has them; the outputs are new.
+            // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
             checked.on_cpu(py, || unsafe { cpu::quantize_nvfp4(&params) });
         }
         Ok((codes.into_object(), scales.into_object()))
     })
 }
 
-/// A block a thread, those of padding included. us on an H200 of 4096 x 7168 bf16 with scales in tiles of 128 x 4: 34; eight numbers a thread: 66.
+/// Launches a thread for each block, blocks of padding included. On an H200, 4096 x 7168 bf16 with scales in tiles of 128 x 4 take 34 us. A
+/// thread for eight numbers took 66 us.
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeNvfp4Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let (rows, blocks) = layout.padded(p.rows as usize, (p.columns / p.block) as usize);

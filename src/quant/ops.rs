@@ -1,4 +1,4 @@
-//! What Python sees of the formats: quantisation, on CPU and CUDA tensors.
+//! The Python functions of MXFP4's quantisation, and checks that other formats share, on CPU and CUDA tensors.
 
 use super::mxfp4::{self, Float, Rounding};
 use super::packed;
@@ -13,9 +13,9 @@ use crate::variants::{Family, Variant};
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
-/// Elements that share a scale, as sizes of tensors are counted.
+/// Elements that share a scale, in the type of tensor sizes.
 pub(super) const BLOCK: i64 = mxfp4::BLOCK as i64;
-/// E8M0 bytes, plain or as torch.float8_e8m0fnu.
+/// Types of E8M0 bytes: plain bytes, or torch.float8_e8m0fnu.
 pub(super) const E8M0: [Elem; 2] = [Elem::U8, Elem::Other(14, 8)];
 
 pub(super) type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
@@ -23,31 +23,31 @@ pub(super) type Pair<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// The elements of a host tensor that a contract has checked.
 ///
 /// # Safety
-/// `tensor` is contiguous, of elements that any `T` can be read from, and nobody writes to it meanwhile.
+/// `tensor` is contiguous, any `T` can be read from its elements, and nobody writes to it meanwhile.
 pub(super) unsafe fn elements<'a, T>(operand: &str, tensor: &'a View) -> Result<&'a [T]> {
     check_aligned::<T>(operand, tensor)?;
     if tensor.numel() == 0 {
         return Ok(&[]);
     }
-    // SAFETY: aligned and not null (`View`); the rest is the caller's contract.
+    // SAFETY: the data is aligned and not null (`View`). The rest is the caller's contract.
     Ok(unsafe { std::slice::from_raw_parts(tensor.data.cast(), tensor.numel() as usize) })
 }
 
-/// The same for an output.
+/// The elements of a host tensor that a contract has checked, for an output.
 ///
 /// # Safety
-/// As for [`elements`], and nobody else reads or writes it.
+/// `tensor` is contiguous, any `T` can be read from its elements, and nobody else reads or writes it; see [`elements`].
 #[allow(clippy::mut_from_ref)] // the tensor is a view
 pub(super) unsafe fn elements_mut<'a, T>(operand: &str, tensor: &'a View) -> Result<&'a mut [T]> {
     check_aligned::<T>(operand, tensor)?;
     if tensor.numel() == 0 {
         return Ok(&mut []);
     }
-    // SAFETY: as above.
+    // SAFETY: the data is aligned and not null (`View`). The rest is the caller's contract.
     Ok(unsafe { std::slice::from_raw_parts_mut(tensor.data.cast(), tensor.numel() as usize) })
 }
 
-/// Kernels read and write vectors of 16 bytes.
+/// Refuses a CUDA tensor that does not start at a multiple of 16 bytes: kernels read and write vectors of 16 bytes.
 pub fn check_vectors(operand: &str, tensor: &View) -> Result<()> {
     if tensor.place != Place::Cpu && !(tensor.data as usize).is_multiple_of(16) {
         contract!(
@@ -121,7 +121,7 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
             return Ok((codes.into_object(), scales.into_object()));
         }
         let cpu = (py, &checked);
-        // SAFETY: checked against these types above; the outputs are new.
+        // SAFETY: the tensors were checked against these types above, and the outputs are new.
         unsafe {
             let outputs = (elements_mut("codes", &codes)?, elements_mut("scales", &scales)?);
             match from.elem {
@@ -174,7 +174,7 @@ pub fn dequantize_mxfp4<'py>(
             return Ok(out.into_object());
         }
         let cpu = (py, &checked);
-        // SAFETY: checked against these types above; the output is new.
+        // SAFETY: the tensors were checked against these types above, and the output is new.
         unsafe {
             let inputs = (elements("codes", &from)?, elements("scales", &from_scales)?);
             match elem {
@@ -191,7 +191,7 @@ fn dequantize<T: Float>((py, checked): (Python<'_>, &Checked), (codes, scales): 
     checked.on_cpu(py, || mxfp4::dequantize(codes, scales, out));
 }
 
-/// Numbers, codes and scales of one size, on a GPU; `up`: how scales are rounded.
+/// Launches a conversion between numbers and their codes and scales on a GPU. `up` says how scales are rounded.
 fn launch(
     stream: &Stream<'_>,
     op: &str,
@@ -207,13 +207,13 @@ fn launch(
         dtype: numbers.elem.dtype().unwrap_or(Dtype::F32),
         up,
     };
-    // Four threads a block.
+    // A block has four threads.
     let per_cta = i64::from(variant.threads() * QUANTIZE_UNITS) / 4;
     let ctas = (params.blocks + per_cta - 1) / per_cta;
     packed::launch(stream, op, variant, ctas, &params)
 }
 
-/// From a name, a torch.dtype, a numpy.dtype or a numpy scalar type.
+/// The element type of a name, a torch.dtype, a numpy.dtype or a numpy scalar type.
 pub fn float_dtype(operand: &str, dtype: &Bound<'_, PyAny>) -> Result<Elem> {
     let name = match dtype.getattr_opt("__name__")? {
         Some(name) => name.to_string(),

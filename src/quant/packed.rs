@@ -8,24 +8,24 @@ use crate::params::{PackMxfp4Params, ScaleBytesParams};
 use crate::variants::quant::PACK_BLOCKS;
 use crate::variants::{Family, Variant};
 
-/// Rows and columns of a block, and its bytes of codes (MXFP4's) and of scales.
+/// Rows and columns of a block, the bytes of its codes (in MXFP4), and the bytes of its scales.
 pub const BLOCK_ROWS: i64 = 64;
 pub const BLOCK_K: i64 = 64;
 pub const CODE_BYTES: usize = 2048;
 pub const SCALE_BYTES: usize = 128;
 
-/// What weights are packed as. A format's file has its form.
+/// The packed form of a format's weights. Each packed format has its form in its own file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Form {
     /// Bytes of a block's codes.
     pub code_bytes: usize,
     /// Bytes of a block's scales.
     pub scale_bytes: usize,
-    /// Gate and up rows of an expert have a factor each.
+    /// Whether gate and up rows of an expert have a factor each.
     pub factors_of_halves: bool,
-    /// The kernel that finds every expert's factor, where it is not given.
+    /// The kernel that finds every expert's factor. None if the factors are given.
     pub peak: Option<Family>,
-    /// The kernel that packs.
+    /// The kernel that packs codes and scales.
     pub pack: Family,
 }
 
@@ -35,7 +35,7 @@ pub struct Packed {
     pub form: Form,
     pub codes: *const u8,
     pub scales: *const u8,
-    /// fp32 [experts], or [experts, 2] where gate and up have a factor each: what multiplies an expert's sums.
+    /// fp32 factors that multiply an expert's sums: [experts], or [experts, 2] if gate and up have a factor each.
     pub expert_scales: *const f32,
 }
 
@@ -82,7 +82,7 @@ impl Extent {
     }
 }
 
-/// Where a code lies in its word: `register` of the fragment, `half` of that.
+/// The bits of a code in its word. `register` is the register of the fragment, and `half` the half of that register.
 pub const fn place(code: u32, register: usize, half: usize) -> u32 {
     let in_place = ((code & 8) << 12 | (code & 7) << 6) << (16 * half);
     let mantissa = 0x40 << (16 * half);
@@ -94,7 +94,7 @@ pub const fn place(code: u32, register: usize, half: usize) -> u32 {
     }
 }
 
-/// The code that `place` put there.
+/// The code that `place` put into a word.
 pub const fn take(word: u32, register: usize, half: usize) -> u32 {
     let in_place = match register {
         0 => (word & 0x8180_8180) | (word >> 8 & 0x0040_0040),
@@ -125,7 +125,7 @@ pub const fn scale_field(e8m0: u8, shift: i32) -> u32 {
     }
 }
 
-/// The byte whose field it is. Of the bytes up to the largest, which the shift is from, only 0 can have the field 0.
+/// The scale byte that has a field. The shift is that of the largest byte, and of the bytes up to that one only 0 can have the field 0.
 pub const fn scale_byte(field: u32, shift: i32) -> u8 {
     match field {
         0 | 255 => field as u8,
@@ -133,13 +133,13 @@ pub const fn scale_byte(field: u32, shift: i32) -> u8 {
     }
 }
 
-/// Fields of rows g and g + 8, of the first and the second 32 columns.
+/// The word of four fields. `first` has those of the first 32 columns and `second` those of the second, each for rows g and g + 8.
 pub const fn place_scales(first: [u32; 2], second: [u32; 2]) -> u32 {
     let [first, second] = [first[0] << 7 | first[1] << 23, second[0] << 7 | second[1] << 23];
     first | second.rotate_right(8)
 }
 
-/// The field of row g (`half` 0) or g + 8 (1) in columns 32 `group` on.
+/// The field of row g (`half` 0) or g + 8 (1) in 32 columns, from column 32 `group` on.
 pub const fn take_scale(word: u32, group: usize, half: usize) -> u32 {
     word.rotate_left(8 * group as u32) >> (7 + 16 * half) & 255
 }
@@ -151,7 +151,7 @@ fn grid(ctas: i64) -> Result<u32> {
     }
 }
 
-/// Nothing is launched for nothing.
+/// Launches `ctas` CTAs of a conversion, or nothing if there are none.
 pub(super) fn launch(
     stream: &Stream<'_>,
     op: &str,
@@ -179,7 +179,7 @@ pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Param
     }
 }
 
-/// Packs codes and scales, once the factors are there. `p`: what the form's kernel takes, of matrices of this extent.
+/// Packs codes and scales, once the factors are there. `p` is what the form's kernel takes, for matrices of this extent.
 pub fn launch_pack(stream: &Stream<'_>, op: &str, extent: Extent, p: impl Arguments) -> Result<()> {
     launch(stream, op, Variant::of(extent.form.pack), pack_ctas(extent), p)
 }
@@ -195,11 +195,12 @@ pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -
     launch(stream, op, Variant::of(Family::Mxfp4ScaleBytes), ctas.min(MOST), p)
 }
 
-/// Packs part of the experts at a time into the memory of the checkpoint's own tensors: each part is copied to `scratch`, [codes, scales]
-/// of `experts_at_once` experts, and packed from there. The factors are made before.
+/// Packs part of the experts at a time into the memory of the checkpoint's own tensors. Each part is copied to `scratch`, [codes, scales]
+/// of `experts_at_once` experts, and packed from there. The factors must be made before.
 ///
 /// # Safety
-/// `p` has addresses of this device's memory with the extents that it names, packed ones those of the others; so has `scratch`.
+/// `p` has addresses of this device's memory with the extents that it names. The packed tensors lie in the memory of codes and scales.
+/// `scratch` has memory of this device for `experts_at_once` experts.
 pub unsafe fn pack_in_place(
     stream: &Stream<'_>,
     op: &str,
@@ -235,7 +236,7 @@ pub unsafe fn pack_in_place(
     Ok(())
 }
 
-/// Whether the packed form of a checkpoint's tensors has their size: then it can take their place.
+/// Whether the packed form of a checkpoint's tensors has their size. Then it can take their place.
 pub fn fits_in_place(extent: Extent, p: &PackMxfp4Params) -> bool {
     extent.rows % BLOCK_ROWS == 0 && extent.k_blocks() * BLOCK_K == i64::from(p.row_blocks) * 32
 }

@@ -1,19 +1,19 @@
-//! Numbers of packed MXFP4 weights for e4m3 activations: csrc/common/mxfp4_e4m3.cuh on the host.
+//! Numbers of packed MXFP4 weights for e4m3 activations. csrc/common/mxfp4_e4m3.cuh has the same on GPUs.
 
-/// Powers of two between which e4m3 holds every e2m1 number as a normal one.
+/// Number of levels: powers of two with which e4m3 holds every e2m1 number as a normal one.
 pub const LEVELS: i32 = 12;
 
 /// The scale byte and the code of blocks that are NaN.
 pub const NAN_SCALE: u8 = 0x7F - 0x24;
 pub const NAN_CODE: u32 = 7;
 
-/// Where a code lies in its word: `column` 0 to 7, those from 4 on in the high half.
+/// The bits of a code in its word. `column` is 0 to 7, and columns from 4 on lie in the high half.
 pub const fn place(code: u32, column: usize) -> u32 {
     let sign = if column < 4 { 8 * column + 7 } else { 8 * (column - 4) + 3 };
     (code & 7) << (4 * column) | (code >> 3) << sign
 }
 
-/// What counts as an expert's largest scale byte.
+/// The scale byte that counts as an expert's largest.
 pub const fn peak(largest: u8) -> i32 {
     if largest < 7 {
         7
@@ -27,7 +27,7 @@ pub fn expert_scale(peak: i32) -> f32 {
     f32::from_bits((peak as u32 - 6) << 23)
 }
 
-/// The scale byte of an expert's lowest level: what is below it is brought up to it.
+/// The scale byte of an expert's lowest level. Smaller scale bytes are raised to it.
 pub const fn least(peak: i32) -> u8 {
     if peak < LEVELS {
         0
@@ -36,7 +36,7 @@ pub const fn least(peak: i32) -> u8 {
     }
 }
 
-/// The byte for weights of scale `e8m0`, at least `least(peak)`: 8 times its level.
+/// The byte for weights of scale `e8m0`, which is at least `least(peak)`: 8 times the level of the scale.
 pub const fn scale_byte(e8m0: u8, peak: i32) -> u8 {
     match e8m0 {
         255 => NAN_SCALE,
@@ -44,7 +44,7 @@ pub const fn scale_byte(e8m0: u8, peak: i32) -> u8 {
     }
 }
 
-/// The code whose number is nearest to that of `code` over 2^steps, ties to the even one.
+/// The code whose number is nearest to that of `code` over 2^steps. Ties go to the even code.
 pub const fn coarser(code: u32, steps: u32) -> u32 {
     let rounded = match steps {
         0 => 0x7654_3210u32,
@@ -57,7 +57,7 @@ pub const fn coarser(code: u32, steps: u32) -> u32 {
     (code & 8) | rounded >> (4 * (code & 7)) & 7
 }
 
-/// A block whose scale is below `least`, brought up to it.
+/// The codes of a block whose scale is below `least`, when that scale is raised to `least`.
 pub fn raise(codes: &[u8; 16], scale: u8, least: u8) -> [u8; 16] {
     let steps = u32::from(least - scale);
     codes.map(|pair| (coarser(u32::from(pair & 15), steps) | coarser(u32::from(pair >> 4), steps) << 4) as u8)

@@ -1,4 +1,4 @@
-//! What Python sees of the packed form of MXFP4 weights, on CPU and CUDA tensors.
+//! The Python functions of the packed form of MXFP4 weights, on CPU and CUDA tensors.
 
 use super::arguments::{is_e4m3, w13_layout};
 use super::mxfp4;
@@ -16,7 +16,7 @@ use pyo3::prelude::*;
 
 type Triple<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
-/// What packing and its inverse are told of the rows.
+/// Refuses sizes that packing and its inverse do not take.
 fn check_rows(operand: &str, rows: i64, columns: i64, gated: bool) -> Result<()> {
     if gated && rows % 2 != 0 {
         contract!("{operand}: rows are gate and up rows where gated and must be even, got {rows}");
@@ -128,7 +128,7 @@ pub fn unpack_mxfp4<'py>(
             check_vectors(name, tensor)?;
         }
         if from.place == Place::Cpu {
-            // SAFETY: a contiguous tensor of fp32, read here alone.
+            // SAFETY: the tensor is contiguous fp32, and only this code reads it.
             let factors: &[f32] = unsafe { elements("expert_scales", &factors)? };
             let is_power = |x: f32| x.to_bits() << 9 == 0 && (1.0..=2f32.powi(126)).contains(&x);
             if let Some(wrong) = factors.iter().find(|&&x| !is_power(x)) {

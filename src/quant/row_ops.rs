@@ -1,4 +1,4 @@
-//! What Python sees of the quantisation of rows to e4m3, on CPU and CUDA tensors.
+//! The Python function that quantises rows to e4m3, on CPU and CUDA tensors.
 
 use super::ops::check_vectors;
 use super::ops::{check_aligned, check_multiple, dims, leading, shape, Pair};

@@ -1,18 +1,18 @@
-//! The places of scales of blocks of 16 columns, as other projects have them.
+//! The places of the scales of blocks, as other projects lay them out.
 
-/// Where the scale of a row's block of values lies.
+/// The place of the scale of a row's block of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ScaleLayout {
     /// Tiles of 128 rows by 4 blocks: [rows / 128][blocks / 4][32][4][4], row r of a tile at [r % 32][r / 32].
     Swizzled128x4,
     /// Tiles of 8 rows by 4 blocks: [rows / 8][blocks / 4][8][4].
     Swizzled8x4,
-    /// Row-major.
+    /// Row-major order.
     Linear,
 }
 
 impl ScaleLayout {
-    /// Rows of a tile; 0: there are no tiles.
+    /// Rows of a tile, or 0 if there are no tiles.
     pub fn tile_rows(self) -> i32 {
         match self {
             ScaleLayout::Swizzled128x4 => 128,
@@ -21,7 +21,7 @@ impl ScaleLayout {
         }
     }
 
-    /// The inverse of `tile_rows`.
+    /// The layout whose tiles have `rows` rows: the inverse of `tile_rows`.
     pub fn of_tile_rows(rows: i32) -> ScaleLayout {
         match rows {
             128 => ScaleLayout::Swizzled128x4,
@@ -30,7 +30,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Rows and blocks with padding.
+    /// The numbers of rows and blocks with padding.
     pub fn padded(self, rows: usize, blocks: usize) -> (usize, usize) {
         match self {
             ScaleLayout::Linear => (rows, blocks),

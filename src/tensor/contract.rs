@@ -1,7 +1,7 @@
 //! The contract of one call: its operands, their named dimensions, and what it reads and writes.
 //!
 //! A call borrows every operand through its contract, as an input or as an output, so that the read and write sets cannot miss one.
-//! `finish` compares them, in this one place, and gives the token without which nothing is launched.
+//! `finish` compares them, only here, and gives the token without which nothing is launched.
 
 use super::{empty, Borrowed, Elem, Origin, Place, View};
 use crate::contract;
@@ -11,9 +11,9 @@ use pyo3::prelude::*;
 /// One dimension of a contract.
 #[derive(Clone, Copy)]
 pub enum Dim {
-    /// Bound by the first operand that has it, equal everywhere else.
+    /// A dimension bound by the first operand that has it, and equal everywhere else.
     Named(&'static str),
-    /// A number fixed by something other than a tensor: (name, expected).
+    /// A dimension fixed by something other than a tensor: (name, expected).
     Is(&'static str, i64),
 }
 
@@ -22,7 +22,7 @@ pub enum Dim {
 pub struct Span {
     pub operand: &'static str,
     pub place: Place,
-    /// The first address, and the first one behind it.
+    /// The first address of the memory, and the first one behind it.
     pub start: usize,
     pub end: usize,
 }
@@ -41,7 +41,7 @@ impl Span {
         self.start >= self.end
     }
 
-    /// Whether the two share a byte.
+    /// Whether the two spans share a byte.
     pub fn overlaps(&self, other: &Span) -> bool {
         self.place == other.place
             && !self.is_empty()
@@ -51,16 +51,16 @@ impl Span {
     }
 }
 
-/// A borrowed operand as the read and write sets have it.
+/// A borrowed operand in the read and write sets.
 #[derive(Clone, Copy)]
 struct Access {
     span: Span,
     elem: Elem,
-    /// Inputs that this output may be itself, byte for byte at the same address. None: an input.
+    /// Inputs that this output may be itself, byte for byte at the same address. None if the operand is an input.
     written_over: Option<&'static [&'static str]>,
 }
 
-/// Refuses a dtype. Where several things are wrong, what the operands are is named before how they lie.
+/// Refuses a dtype. If several things are wrong, errors about an operand's type come before errors about its layout.
 pub fn check_dtype(operand: &str, t: &View, elems: &[Elem]) -> Result<()> {
     if !elems.contains(&t.elem) {
         let expected: Vec<String> = elems.iter().map(Elem::to_string).collect();
@@ -69,7 +69,7 @@ pub fn check_dtype(operand: &str, t: &View, elems: &[Elem]) -> Result<()> {
     Ok(())
 }
 
-/// Operands that a contract has room for from the start: more than a call of the layer has.
+/// Operands that a contract has room for from the start. A call of the layer has fewer.
 const ROOM: usize = 12;
 
 /// The proof that a call's outputs are apart from its other operands. Launches and CPU loops ask for it.
@@ -83,7 +83,8 @@ impl Checked {
     }
 }
 
-/// The contract of one call. Each operand is borrowed and checked once; a message has operand, dimension, expected and got.
+/// The contract of one call. Each operand is borrowed and checked once. An error names the operand, the dimension, the expected and the
+/// given value.
 pub struct Contract<'a> {
     bound: [(&'static str, i64, &'static str); 8],
     count: usize,
@@ -91,7 +92,7 @@ pub struct Contract<'a> {
     /// Whether the operands are torch tensors.
     torch: Option<(bool, &'static str)>,
     accesses: Vec<Access>,
-    /// What the call reads of a layer that was described before.
+    /// Memory that the call reads of a layer that was described before.
     layer: &'a [Span],
 }
 
@@ -119,7 +120,7 @@ impl<'a> Contract<'a> {
         self
     }
 
-    /// The same of a contract that has borrowed before.
+    /// Fixes a dimension or device, as [`Contract::with`] does, in a contract that has borrowed before.
     pub fn fix(&mut self, source: &'static str, place: Place, dims: &[(&'static str, i64)]) {
         self.place = Some((place, source));
         for &(name, value) in dims {
@@ -127,7 +128,7 @@ impl<'a> Contract<'a> {
         }
     }
 
-    /// Adds what the call reads of a layer.
+    /// Adds the memory that the call reads of a layer.
     pub fn reads_layer(mut self, spans: &'a [Span]) -> Contract<'a> {
         self.layer = spans;
         self
@@ -145,7 +146,7 @@ impl<'a> Contract<'a> {
         self.output_over(operand, object, &[])
     }
 
-    /// Borrows an operand that the call writes, which may also be one of the inputs `same`: at the same address, of the same dtype.
+    /// Borrows an operand that the call writes. It may also be one of the inputs `same`: at the same address, with the same dtype.
     pub fn output_over<'py>(
         &mut self,
         operand: &'static str,
@@ -160,7 +161,7 @@ impl<'a> Contract<'a> {
         Ok(tensor)
     }
 
-    /// A new uninitialised tensor of `like`'s package beside it, which the call writes. It is not recorded: memory that was allocated now is
+    /// A new uninitialised tensor of `like`'s package on its device, which the call writes. It is not recorded: newly allocated memory is
     /// apart from every operand, and a part of a call may free it before the next part allocates.
     pub fn new_output<'py>(
         &mut self,
@@ -195,7 +196,7 @@ impl<'a> Contract<'a> {
         for (i, output) in self.accesses.iter().enumerate() {
             let Some(same) = output.written_over else { continue };
             for (j, other) in self.accesses.iter().enumerate() {
-                // Of two outputs the later one is named.
+                // If two outputs overlap, the error names the later one.
                 if i == j || (other.written_over.is_some() && j > i) || !output.span.overlaps(&other.span) {
                     continue;
                 }

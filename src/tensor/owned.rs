@@ -1,4 +1,4 @@
-//! Tensors that outlive a call: weights, scales, biases and what a layer packed of them.
+//! Tensors that outlive a call: weights, scales, biases and the packed forms that a layer made of them.
 
 use super::storage::{Fields, Memory};
 use super::{Borrowed, Origin, Span};
@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 
 /// A tensor's storage, kept for as long as this lives.
 ///
-/// torch lets anybody give a tensor object another storage (`.data =`, `set_`, `Module.to`), so keeping the caller's object keeps nothing. The
-/// storage that it had when it was given is kept instead. What nobody can own is the memory behind a storage: `resize_` and `share_memory_`
-/// free or move it under everybody who holds the storage. `unchanged` notices that before a call follows the old address.
+/// torch lets anybody give a tensor object another storage (`.data =`, `set_`, `Module.to`), so keeping the caller's object keeps nothing.
+/// Instead this keeps the storage that the object had when it was given. Nobody can own the memory behind a storage: `resize_` and
+/// `share_memory_` free or move it under everybody who holds the storage. `unchanged` notices that before a call follows the old address.
 #[derive(Debug)]
 pub struct Owned {
     span: Span,
@@ -20,15 +20,15 @@ pub struct Owned {
 
 #[derive(Debug)]
 enum Source {
-    /// torch's storage, and where its memory was.
+    /// torch's storage, and the memory that it had.
     Storage { object: Py<PyAny>, fields: Option<Fields>, was: Memory },
-    /// Another package's array and what it exported. One that exports its own memory is asked again at each call where that is; one that
-    /// exports copies has given us a copy.
+    /// Another package's array, and the capsule that it exported. An array that exports its own memory is asked at each call where that
+    /// memory is. An array that exports copies has given us a copy.
     Array { object: Py<PyAny>, _exported: Option<Py<PyAny>>, exports_copies: bool, was: Memory },
 }
 
 impl Owned {
-    /// Keeps what `borrowed` is a view of. `operand` names it in errors.
+    /// Keeps the memory that `borrowed` is a view of. `operand` names it in errors.
     pub fn new(operand: &'static str, borrowed: &Borrowed<'_>) -> Result<Owned> {
         let object = borrowed.object();
         let py = object.py();
@@ -47,7 +47,7 @@ impl Owned {
         };
         let storage = storage.call0()?;
         let was = Memory::of(&storage)?;
-        // Another thread may have come between the borrow and this.
+        // Another thread may have resized the storage between the borrow and this line.
         if !span.is_empty() && !was.holds((start, end)) {
             contract!("{operand}: its storage has {} bytes, which do not hold it", was.bytes);
         }
@@ -55,12 +55,12 @@ impl Owned {
         Ok(Owned { span, source: Source::Storage { object: storage.unbind(), fields, was } })
     }
 
-    /// Where the memory is that a call may read.
+    /// The memory that a call may read.
     pub fn span(&self) -> Span {
         self.span
     }
 
-    /// An error where the memory was moved, freed or resized since.
+    /// An error if the memory was moved, freed or resized since `new`.
     pub fn unchanged(&self, py: Python<'_>) -> Result<()> {
         let same = match &self.source {
             Source::Storage { fields: Some(fields), was, .. } => fields.read() == *was,

@@ -1,9 +1,9 @@
-//! Where torch keeps the memory of a tensor: a storage (c10::StorageImpl), its address and its size.
+//! The memory of a torch tensor: a storage (c10::StorageImpl), its address and its size.
 //!
-//! A tensor's address alone does not say whether there is memory: `resize_` of a storage frees or shrinks it under every tensor that has it.
-//! Asking torch for the storage, its address and its size takes 0.2 us a tensor, and a call of the layer has several. They are read from the
-//! words of torch's objects. Where those words are is found by comparing objects with what torch says of them; where that leaves any doubt,
-//! torch is asked each time.
+//! A tensor's address alone does not say whether there is memory: `resize_` of a storage frees or shrinks it under every tensor that has
+//! it. Asking torch for the storage, its address and its size takes 0.2 us for a tensor, and a call of the layer has several. So they are
+//! read from the words of torch's objects. The positions of these words are found by comparing objects with what torch reports about them.
+//! If that leaves any doubt, torch is asked each time.
 
 use crate::error::Result;
 use pyo3::intern;
@@ -19,12 +19,13 @@ pub(super) struct Memory {
 }
 
 impl Memory {
-    /// Of a torch tensor's storage; None where it has none that can be asked. Without memory, as a fake tensor's is, the address is 0.
+    /// The memory of a torch tensor's storage. None if the tensor has no storage that can be asked. The address is 0 if there is no memory,
+    /// as for a fake tensor.
     pub fn of_tensor(tensor: &Bound<'_, PyAny>) -> Result<Option<Memory>> {
         static PLACES: PyOnceLock<Option<[usize; 2]>> = PyOnceLock::new();
         let py = tensor.py();
-        // What cannot be looked at leaves doubt.
-        let words = *PLACES.get_or_init(py, || find_storage(py).unwrap_or_default());
+        // An error in the search leaves doubt, so torch is asked each time.
+        let words = found(py, &PLACES, find_storage);
         if let (Some([tensor_word, storage_word]), Some(places)) = (words, storage_fields(py)) {
             let storage = word(word(tensor.as_ptr() as usize, tensor_word), storage_word);
             if storage != 0 {
@@ -33,18 +34,18 @@ impl Memory {
         }
         let Some(method) = tensor.getattr_opt(intern!(py, "untyped_storage"))? else { return Ok(None) };
         let storage = method.call0();
-        // What has no memory raises or says 0.
+        // A tensor without memory raises an error or reports address 0.
         let memory = storage.map_err(Into::into).and_then(|storage| Memory::of(&storage));
         Ok(Some(memory.unwrap_or(Memory { address: 0, bytes: 0 })))
     }
 
-    /// Of a storage, as torch says it.
+    /// The memory of a storage, as torch reports it.
     pub fn of(storage: &Bound<'_, PyAny>) -> Result<Memory> {
         let py = storage.py();
         Ok(Memory { address: storage.call_method0(intern!(py, "data_ptr"))?.extract()?, bytes: storage.len()? })
     }
 
-    /// Whether all bytes from the first address to the second one lie here.
+    /// Whether all bytes from the first address to the second one lie in this memory.
     pub fn holds(&self, (start, end): (usize, usize)) -> bool {
         self.address <= start && end <= self.address.saturating_add(self.bytes)
     }
@@ -73,7 +74,8 @@ impl Fields {
 }
 
 const WORD: usize = size_of::<usize>();
-/// Words of a c10::StorageImpl or c10::TensorImpl that are looked at: what is sought is among them, and both are larger.
+/// Words of a c10::StorageImpl or c10::TensorImpl that are searched. Both objects are larger than this, and the words sought are among
+/// these.
 const WORDS: usize = 8;
 
 /// The address of the C++ object behind a storage or a tensor.
@@ -82,21 +84,36 @@ fn implementation(object: &Bound<'_, PyAny>) -> Result<usize> {
 }
 
 fn word(start: usize, index: usize) -> usize {
-    // SAFETY: one of the first words of an object of torch's that a Python object of ours or of the caller's frame keeps alive.
+    // SAFETY: this is one of the first words of a torch object. A Python object that we or the caller's frame hold keeps it alive.
     unsafe { AtomicUsize::from_ptr((start + index * WORD) as *mut usize) }.load(Ordering::Relaxed)
 }
 
-/// The only one of the words that matched each time.
+/// The index of the only word that matched each time.
 fn only<const N: usize>(matches: [bool; N]) -> Option<usize> {
     let mut places = (0..N).filter(|&i| matches[i]);
     places.next().filter(|_| places.next().is_none())
 }
 
-/// Which words of a storage are its address and its size: those that follow both through four sizes. An allocator's own pointer to the memory
-/// stands behind the address and is the same for most.
+/// The result of a search, which the first call makes. The search runs before the cell is taken: torch runs a mode's own code, which may call
+/// this module again.
+fn found<T: Copy + Send + Sync>(
+    py: Python<'_>,
+    places: &PyOnceLock<Option<T>>,
+    find: fn(Python<'_>) -> Result<Option<T>>,
+) -> Option<T> {
+    if let Some(found) = places.get(py) {
+        return *found;
+    }
+    let found = find(py).unwrap_or_default();
+    let _ = places.set(py, found);
+    found
+}
+
+/// The indices of the words of a storage that are its address and its size: they follow both through four sizes. An allocator's own pointer
+/// to the memory stands behind the address, and is the same address for most allocators.
 fn storage_fields(py: Python<'_>) -> Option<[usize; 2]> {
     static PLACES: PyOnceLock<Option<[usize; 2]>> = PyOnceLock::new();
-    *PLACES.get_or_init(py, || find_fields(py).unwrap_or_default())
+    found(py, &PLACES, find_fields)
 }
 
 fn find_fields(py: Python<'_>) -> Result<Option<[usize; 2]>> {
@@ -119,7 +136,8 @@ fn find_fields(py: Python<'_>) -> Result<Option<[usize; 2]>> {
     Ok(address.zip(only(sizes)).map(|(address, size)| [address, size]))
 }
 
-/// Which word of a Python tensor points to its c10::TensorImpl, and which word of that to its storage: the same in three tensors.
+/// The index of the word of a Python tensor that points to its c10::TensorImpl, and of the word of that object that points to its storage.
+/// Both are the same in three tensors.
 fn find_storage(py: Python<'_>) -> Result<Option<[usize; 2]>> {
     let torch = py.import(intern!(py, "torch"))?;
     let first = torch.getattr(intern!(py, "empty"))?.call1((6,))?;

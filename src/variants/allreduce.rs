@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// One trip: everybody sends everything to everybody. `flag`: one CTA a row, without the code of clusters. With all threads a thread has 64
-/// registers.
+/// One-shot: every rank sends everything to every rank. `flag`: one CTA takes a row, and the code of clusters is left out. With 1024
+/// threads a CTA, a thread has 64 registers.
 pub const ONE_SHOT: Row = Row {
     arguments: &[Argument::Element, RANKS, Argument::Work, Argument::Flag("", "_alone")],
     parameters: &[("AllReduceParams", "p")],
@@ -12,8 +12,8 @@ pub const ONE_SHOT: Row = Row {
     ..Row::new(Family::AllReduceOneShot, "allreduce_oneshot", "AllReduceOneShot", "allreduce/oneshot.cuh")
 };
 
-/// Two trips: ranges to their owners, sums back. `chunks` of 16 bytes a thread in a row. Where a thread holds four chunks or more it has 128
-/// registers, with two 64.
+/// Two-shot: ranges go to their owners, and sums come back. A thread has `chunks` chunks of 16 bytes of a row. A thread with four chunks or
+/// more has 128 registers, one with two chunks has 64.
 pub const TWO_SHOT: Row = Row {
     family: Family::AllReduceTwoShot,
     name: "allreduce_twoshot",
@@ -26,11 +26,12 @@ pub const TWO_SHOT: Row = Row {
     ..ONE_SHOT
 };
 
-/// Groups that have kernels; of one rank, the norm alone remains. Two ranks send the same bytes either way and take one shot always.
+/// Numbers of ranks that have kernels. With one rank the norm alone remains. Two ranks send the same bytes either way and always take one
+/// shot.
 pub const RANKS_SERVED: [u32; 4] = [1, 2, 4, 8];
 
 impl Work {
-    /// Chunks of a row that a thread takes in two shots.
+    /// Chunks of a row that a thread takes in the two-shot kernels.
     pub fn chunks(self) -> &'static [u32] {
         match self {
             Work::All => &[4, 8],
@@ -63,7 +64,7 @@ pub fn of(element: Element, ranks: u32) -> Vec<Variant> {
     rows
 }
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     let elements = [Element::Bf16, Element::F16, Element::F32];
     elements

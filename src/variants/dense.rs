@@ -2,25 +2,26 @@
 
 use super::*;
 
-/// mma.sync of f16 with scales on the sums, few tokens. Passes of `row_tiles` x 16 rows of b, K over eight warps. Launches add the scales.
+/// Few tokens: mma.sync of f16 with scales on the sums. A pass has `row_tiles` x 16 rows of b, and eight warps share K. Launches add the
+/// shared memory of the scales.
 pub const MM_MXFP8_FEW: Row = Row {
     arguments: &[TOKENS, ROW_TILES, STAGES],
     parameters: &[("MmMxfp8FewParams", "p")],
     hopper: true,
     threads: |_| 256,
     shared: Shared::AtLeast(few_bytes),
-    // Rows of up to 7168 K.
+    // The bound holds for rows of up to 7168 K.
     ctas: |v| least(ctas_by_shared(few_bytes(v) + scale_bytes(v, 7168)), 2),
     ..Row::new(Family::MmMxfp8FewSm90, "mm_mxfp8_few_sm90", "MmMxfp8FewSm90", "gemm/mm_mxfp8_few_sm90.cuh")
 };
 
-/// wgmma with b in registers, many tokens. 64 rows of b for each of `consumers` warpgroups.
+/// Many tokens: wgmma with b in registers. Each of `consumers` warpgroups has 64 rows of b.
 pub const MM_MXFP8_WIDE: Row = Row {
     arguments: &[TOKENS, CONSUMERS, STAGES],
     parameters: &[("MmMxfp8Params", "p")],
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
-    // Aligned to 1024 bytes, as a stage is; barriers.
+    // Stages and barriers. The size is a multiple of 1024 bytes, because stages are aligned to 1024.
     shared: Shared::Fixed(|v| {
         let (rows, tokens) = tile(v);
         (v.stages * (2 * tokens * 128 + rows * 128) + 16 * v.stages).next_multiple_of(1024)
@@ -28,7 +29,7 @@ pub const MM_MXFP8_WIDE: Row = Row {
     ..Row::new(Family::MmMxfp8WideSm90, "mm_mxfp8_wide_sm90", "MmMxfp8WideSm90", "gemm/mm_mxfp8_wide_sm90.cuh")
 };
 
-/// Lays a out as `MmMxfp8Wide` reads it.
+/// Brings a into the order that `MmMxfp8Wide` reads.
 pub const MM_MXFP8_TOKENS: Row = Row {
     parameters: &[("MmMxfp8Params", "p")],
     hopper: true,
@@ -45,7 +46,8 @@ const fn wide(tokens: u32, consumers: u32, stages: u32) -> Variant {
     Variant { tokens, consumers, stages, ..Variant::of(Family::MmMxfp8WideSm90) }
 }
 
-/// The kernels for few tokens, sorted by tokens; of one width those of many rows come first, deep rings before others.
+/// The kernels for few tokens, sorted by tokens. Among those of one width many rows come first, and among those of equal rows the deep
+/// ring.
 pub const FEW: [Variant; 11] = [
     few(8, 2, 8),
     few(8, 2, 4),
@@ -69,12 +71,12 @@ pub const WIDE: [Variant; 7] = [
     wide(256, 2, 2),
 ];
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     [&FEW[..], &WIDE, &[Variant::of(Family::MmMxfp8Tokens)]].concat()
 }
 
-/// Rows of b and tokens of a CTA, few: of a pass.
+/// Rows of b and tokens of a CTA. In the kernels for few tokens: of a pass.
 pub fn tile(v: &Variant) -> (u32, u32) {
     match v.family {
         Family::MmMxfp8FewSm90 => (16 * v.row_tiles, v.tokens),
@@ -82,13 +84,13 @@ pub fn tile(v: &Variant) -> (u32, u32) {
     }
 }
 
-/// Bytes of a CTA for few tokens: rings and the sums of up to 32 rows, without the scales that come behind them.
+/// Bytes of a CTA for few tokens: rings and the sums of up to 32 rows, without the scales that lie after them.
 fn few_bytes(v: &Variant) -> u32 {
     let (rows, tokens) = tile(v);
     8 * v.stages * (rows + tokens) * 64 + 8 * tokens * (rows.min(32) + 4) * 4
 }
 
-/// Bytes of the scales of the rows and tokens of a CTA for few tokens: two for 64 K, each of eight warps' part rounded up.
+/// Bytes of the scales of the rows and tokens of a CTA for few tokens: two for 64 K, with the part of each of eight warps rounded up.
 pub fn scale_bytes(v: &Variant, k: u32) -> u32 {
     let (rows, tokens) = tile(v);
     2 * 8 * k.div_ceil(64).div_ceil(8) * (rows + tokens)

@@ -1,8 +1,8 @@
-//! Kernels of e4m3 weights with block scales on Hopper: wgmma and TMA.
+//! Kernels of e4m3 weights with block scales on Hopper, with wgmma and TMA.
 
 use super::*;
 
-/// Weights are A. A unit has 64 weight rows for each consumer.
+/// The GEMM whose operand A is weights. A unit has 64 weight rows for each consumer.
 pub const GEMM: Row = Row {
     arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES],
     parameters: MAPPED_PARAMS,
@@ -21,14 +21,14 @@ pub const GEMM: Row = Row {
     )
 };
 
-/// For many tokens, which are A: 128 of them, and 256 weight rows.
+/// The GEMM for many tokens, which are operand A. A unit has 128 tokens and 256 weight rows.
 pub const WIDE: Row = Row {
     family: Family::GroupedGemmFp8WideSm90,
     name: "grouped_gemm_fp8_wide_sm90",
     device_type: "GroupedGemmFp8WideSm90",
     header: "moe/grouped_gemm_fp8_wide_sm90.cuh",
     arguments: &[Argument::Gated, STAGES],
-    // Two scales of each token in a stage.
+    // A stage has two scales of each token.
     shared: Shared::Fixed(|v| {
         aligned(v.stages * ((128 + 256) * 128 + WIDE_TOKENS * 2 * 4) + behind_stages(v) + ANNOUNCED)
     }),
@@ -36,7 +36,7 @@ pub const WIDE: Row = Row {
     ..GEMM
 };
 
-/// The same for gate and up rows, or rows of w13 without gates, that end inside a block.
+/// The GEMM for many tokens, for gate and up rows, or rows of w13 without gates, that end inside a block.
 pub const WIDE_CUT: Row = Row {
     family: Family::GroupedGemmFp8WideCutSm90,
     name: "grouped_gemm_fp8_wide_cut_sm90",
@@ -45,7 +45,7 @@ pub const WIDE_CUT: Row = Row {
     ..WIDE
 };
 
-/// For many tokens whose rows lie in the order of places: 192 of them, and 128 weight rows, gated 256.
+/// The GEMM for many tokens whose rows lie in the order of places. A unit has 192 tokens, and 128 weight rows (gated: 256).
 pub const ORDERED: Row = Row {
     family: Family::GroupedGemmFp8OrderedSm90,
     name: "grouped_gemm_fp8_ordered_sm90",
@@ -53,7 +53,7 @@ pub const ORDERED: Row = Row {
     header: "moe/grouped_gemm_fp8_ordered_sm90.cuh",
     parameters: &[("CUtensorMap", "weights"), ("CUtensorMap", "tokens"), ("OrderedGemmParams", "p")],
     threads: |_| 512,
-    // A scale of each token in a stage; gated, the sums of 128 gate rows.
+    // A stage has a scale of each token. Gated kernels also have the sums of 128 gate rows.
     shared: Shared::Fixed(|v| {
         let stage = (ORDERED_TOKENS + 128) * 128 + ORDERED_TOKENS * 4;
         let sums = if v.gated { ORDERED_TOKENS * 128 * 4 } else { 512 };
@@ -62,25 +62,25 @@ pub const ORDERED: Row = Row {
     ..WIDE
 };
 
-/// GEMM2 of many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
+/// GEMM2 for many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
 pub const STATIONARY: Row = Row {
     family: Family::GroupedGemmFp8StationarySm90,
     name: "grouped_gemm_fp8_stationary_sm90",
     device_type: "GroupedGemmFp8StationarySm90",
     header: "moe/grouped_gemm_fp8_stationary_sm90.cuh",
     arguments: &[BLOCKS],
-    // A ring of 8 K blocks of tokens and one of 6 of weights.
+    // There is a ring of 8 K blocks of tokens, and a ring of 6 K blocks of weights.
     shared: Shared::Fixed(|v| aligned(v.stages * 128 * 128 + behind_stages(v))),
     ..WIDE
 };
 
-/// A layer of few tokens in one launch, routing and quantisation inside. `experts`: most with a router logit.
+/// A layer of few tokens in one launch, with routing and quantisation inside. `experts`: most experts with a router logit.
 pub const LAYER: Row = Row {
     arguments: &[Argument::Gated, EXPERTS, CTAS, PLAIN],
     parameters: ROUTED_PARAMS,
     hopper: true,
     threads: |_| 256,
-    // All that its CTAs can have.
+    // The CTAs take all shared memory of the SM.
     shared: Shared::Fixed(|v| aligned(228 * 1024 / v.ctas - 1024)),
     ctas: |v| v.ctas,
     traits: &[Trait::OneLaunch, Trait::Counts],
@@ -96,7 +96,7 @@ const fn tile(tokens: u32, consumers: u32, stages: u32) -> Variant {
     Variant { tokens, consumers, stages, ..Variant::of(Family::GroupedGemmFp8Sm90) }
 }
 
-/// A kernel whose units have 256 weight rows, which it reads through the map of the wide one.
+/// A kernel whose units have 256 weight rows, which it reads through the wide kernel's tensor map.
 const fn wide(family: Family, tokens: u32, stages: u32) -> Variant {
     Variant { tokens, row_tiles: 2, consumers: 2, stages, ..Variant::of(family) }
 }
@@ -115,8 +115,8 @@ pub const WIDE_CUT_TILE: Variant = Variant { family: Family::GroupedGemmFp8WideC
 #[allow(dead_code)] // the build script does not plan
 pub const BLOCK_ROWS: u64 = 128;
 
-/// GEMM1's tile where gate and up rows end inside a block: the narrow ones need no kernel of their own, since their tensor maps leave out what
-/// is behind.
+/// GEMM1's tile if gate and up rows end inside a block. Narrow tiles need no kernel of their own, since their tensor maps leave out what
+/// lies behind the rows.
 #[allow(dead_code)] // the build script does not plan
 pub fn cut(tile: Variant) -> Variant {
     match tile.family {
@@ -125,42 +125,42 @@ pub fn cut(tile: Variant) -> Variant {
     }
 }
 
-/// Blocks of 128 weight rows of the units that tokens stay for.
+/// Blocks of 128 weight rows in a unit of `STATIONARY`.
 pub const STATIONARY_BLOCKS: [u32; 2] = [4, 16];
 
-/// (most experts, CTAs on an SM) of the layers in one launch. One CTA has the deeper ring.
+/// (most experts, CTAs on an SM) of the layers in one launch. A CTA alone on its SM has the deeper ring.
 pub const LAYERS: [(u32, u32); 3] = [(128, 2), (256, 2), (256, 1)];
 
-/// Whether a tile's epilogue can quantise: two consumers' staged outputs have room for those of a group.
+/// Whether a tile's epilogue can quantise: only the staged outputs of two consumers have room for a group.
 #[allow(dead_code)] // the build script does not plan
 pub fn quantises(tile: &Variant) -> bool {
     tile.consumers == 2
 }
 
-/// The kernel for rows in the order of places. Gated, the sums of gate rows leave less room for stages.
+/// The kernel for rows in the order of places. In a gated kernel the sums of gate rows leave less room for stages.
 pub fn ordered(gated: bool) -> Variant {
     wide(Family::GroupedGemmFp8OrderedSm90, ORDERED_TOKENS, if gated { 3 } else { 5 }).gated(gated)
 }
 
-/// GEMM2 whose tokens stay for units of so many blocks.
+/// The kernel of GEMM2 whose tokens stay for units of so many blocks.
 pub fn stationary(blocks: u32) -> Variant {
     Variant { blocks, ..wide(Family::GroupedGemmFp8StationarySm90, WIDE_TOKENS, 8 + 6) }
 }
 
-/// The layer in one launch. `plain`: as of `Select`.
+/// The layer in one launch. `plain`: top-k without bias, groups and order by id.
 pub fn layer(gated: bool, (experts, ctas): (u32, u32), plain: bool) -> Variant {
     Variant { tokens: 8, consumers: 1, experts, ctas, ..Variant::of(Family::RoutedLayerFp8Sm90) }
         .gated(gated)
         .flag(plain)
 }
 
-/// The layers in one launch. Routers with bias or groups have gated layers.
+/// The layers in one launch. Only gated layers have kernels for routers with bias or groups.
 pub fn layers(gated: bool) -> impl Iterator<Item = Variant> {
     let kernels = LAYERS.into_iter().flat_map(move |size| [true, false].map(|plain| layer(gated, size, plain)));
     kernels.filter(move |kernel| gated || kernel.flag)
 }
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     both_forms(&TILES)
         .chain([true, false].into_iter().flat_map(layers))
@@ -174,15 +174,15 @@ fn aligned(bytes: u32) -> u32 {
     bytes.next_multiple_of(128)
 }
 
-/// Bytes behind the stages: row offsets and work units (two of each), barriers.
+/// Bytes after the stages: row offsets and work units (two of each), barriers.
 fn behind_stages(v: &Variant) -> u32 {
     2 * v.tokens * 4 + 2 * 16 + 8 * (2 * v.stages + 5)
 }
 
-/// Two barriers where units are announced.
+/// Bytes of two barriers, in kernels that announce finished units.
 const ANNOUNCED: u32 = 2 * 8;
 
-/// Bytes of `Shared`: stages with scales, staged outputs (two chunks a consumer), and what is behind them.
+/// Bytes of `Shared`: stages with scales, staged outputs (two chunks a consumer), and the bytes after the stages.
 fn shared_bytes(v: &Variant) -> u32 {
     let stage = v.tokens * 128 + v.consumers * 8192 + v.tokens * 4 + v.consumers * 8;
     let chunk = if v.gated { v.tokens.min(64) * 64 } else { v.tokens.min(32) * 128 };

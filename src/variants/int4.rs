@@ -1,8 +1,8 @@
-//! The kernels of int4 weights: the packed ones of Hopper and of other GPUs, and the packer.
+//! The kernels of int4 weights: the GEMMs of Hopper and of other GPUs, and the packer.
 
 use super::*;
 
-/// A block's scales are as many bytes as NVFP4's, with zero points half as many more.
+/// The GEMM on Hopper. A block's scales have as many bytes as NVFP4's; zero points add half as many.
 pub const SM90: Row = Row {
     family: Family::GroupedGemmInt4Sm90,
     name: "grouped_gemm_int4_sm90",
@@ -29,7 +29,7 @@ pub const PACK: Row = Row {
     ..quant::pack(Family::Int4Pack, "int4_pack", "Int4Pack", "quant/pack_int4.cuh")
 };
 
-/// Bytes of a block's codes and of its scales beyond MXFP4's.
+/// Bytes of a block's codes, and of its scales beyond the 128 bytes of MXFP4.
 fn codes(v: &Variant) -> u32 {
     2048 + if v.flag { 256 } else { 128 }
 }
@@ -45,19 +45,19 @@ pub const fn row_bytes(v: &Variant) -> u32 {
 
 const LIKE: Variant = Variant::of(Family::GroupedGemmInt4Sm90);
 
-/// The Hopper tiles without zero points: NVFP4's, and in front of them one for few work units, as MXFP4 has.
+/// The Hopper tiles without zero points: NVFP4's tiles, and before them one for few work units, as MXFP4 has.
 pub const TILES: [Variant; 7] =
     packed::behind(packed::tile(LIKE.family, 16, 1, 3, 5), packed::like(LIKE, packed::NVFP4_TILES));
 pub const FOURS: [Variant; 3] = packed::like(LIKE, packed::NVFP4_FOURS);
 
-/// The same with zero points.
+/// The Hopper tiles with zero points, in the sizes of `TILES` and `FOURS`.
 pub const ZEROS_TILES: [Variant; 7] = packed::like(LIKE.flag(true), TILES);
 pub const ZEROS_FOURS: [Variant; 3] = packed::like(LIKE.flag(true), FOURS);
 
 pub const PORTABLE_TILES: [Variant; 1] = [portable::tile(Family::GroupedGemmInt4Portable, 64, 3)];
 pub const PORTABLE_ZEROS_TILES: [Variant; 1] = [PORTABLE_TILES[0].flag(true)];
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     let sm90 = [&TILES[..], &FOURS, &ZEROS_TILES, &ZEROS_FOURS].into_iter();
     let tiles = sm90.chain([&PORTABLE_TILES[..], &PORTABLE_ZEROS_TILES]);

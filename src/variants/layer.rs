@@ -25,15 +25,15 @@ pub const ROUTED_LAYER: Row = Row {
     ..LAYER
 };
 
-/// The only tiles, without and with the routing inside. A work unit has 64 weight rows.
+/// The only tiles: without the routing, and with the routing inside. A work unit has 64 weight rows.
 pub const LAYER_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 12, ..Variant::of(Family::LayerSm90) };
 pub const ROUTED_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 8, ..Variant::of(Family::RoutedLayerSm90) };
 
 /// The most columns between the GEMMs of a layer with the routing inside.
 pub const INNER_COLUMNS: u32 = 2048;
 
-/// Bytes of `Shared`: stages, barriers and the rest: two staged chunks of 16 outputs and a word; with the routing inside GEMM2's tokens, three
-/// barriers and `FewSlots`.
+/// Bytes of `Shared`: stages, barriers and the rest. The rest is two staged chunks of 16 outputs and a word; with the routing inside it is
+/// GEMM2's tokens, three barriers and `FewSlots`.
 fn shared_bytes(v: &Variant, rest: u32) -> u32 {
     (v.stages * (v.tokens * 128 + 8192) + 2 * 8 * v.stages + rest).next_multiple_of(128)
 }

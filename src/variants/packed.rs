@@ -1,5 +1,5 @@
-//! Kernels of packed weights on Hopper: weights are decoded in registers, as A of wgmma or, with bf16 activations and up to 32 tokens, of
-//! mma.sync. A stage has `blocks` blocks of 64 K.
+//! Kernels of packed weights on Hopper. Weights are decoded in registers, as operand A of wgmma, or of mma.sync with bf16 activations and
+//! up to 32 tokens. A stage has `blocks` blocks of 64 K.
 
 use super::*;
 
@@ -20,7 +20,7 @@ pub const MXFP4: Row = Row {
     )
 };
 
-/// MXFP4 weights and e4m3 activations.
+/// The GEMM of MXFP4 weights and e4m3 activations.
 pub const MXFP4_E4M3: Row = Row {
     family: Family::GroupedGemmMxfp4E4m3Sm90,
     name: "grouped_gemm_mxfp4_e4m3_sm90",
@@ -33,7 +33,7 @@ pub const MXFP4_E4M3: Row = Row {
     ..MXFP4
 };
 
-/// A block of codes has twice MXFP4's bytes.
+/// The GEMM of MXFP8 weights. A block of codes has twice MXFP4's bytes.
 pub const MXFP8: Row = Row {
     family: Family::GroupedGemmMxfp8Sm90,
     name: "grouped_gemm_mxfp8_sm90",
@@ -45,7 +45,7 @@ pub const MXFP8: Row = Row {
     ..MXFP4
 };
 
-/// A block has twice MXFP4's bytes of scales.
+/// The GEMM of NVFP4 weights. A block has twice MXFP4's bytes of scales.
 pub const NVFP4: Row = Row {
     family: Family::GroupedGemmNvfp4Sm90,
     name: "grouped_gemm_nvfp4_sm90",
@@ -56,8 +56,8 @@ pub const NVFP4: Row = Row {
     ..MXFP4
 };
 
-/// A layer of a token or two with packed MXFP4 weights in one launch, routing inside: `warps` of slices of 16 rows, each with a ring of up to
-/// `stages` of `blocks` K blocks, and four helpers.
+/// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. Each of `warps` warps takes slices of 16
+/// rows and has a ring of up to `stages` stages of `blocks` K blocks. Four more warps help.
 pub const MXFP4_LAYER: Row = Row {
     arguments: &[
         Argument::Gated,
@@ -99,14 +99,14 @@ pub const MXFP4_TILES: [Variant; 7] = [
     mxfp4(192, 3, 5, 1),
 ];
 
-/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+/// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
 pub const MXFP4_FOURS: [Variant; 3] = [mxfp4(48, 4, 3, 4), mxfp4(64, 4, 3, 4), mxfp4(80, 3, 3, 4)];
 
 const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
     tile(Family::GroupedGemmMxfp4E4m3Sm90, tokens, consumers, stages, blocks)
 }
 
-/// The tiles for e4m3 activations, where a stage has an even number of blocks.
+/// The tiles for e4m3 activations. A stage has an even number of blocks.
 pub const MXFP4_E4M3_TILES: [Variant; 5] =
     [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
 
@@ -140,10 +140,10 @@ pub const NVFP4_TILES: [Variant; 6] = [
     nvfp4(192, 3, 5, 1),
 ];
 
-/// Where K is whole stages of four blocks and one of them is as narrow as what it takes the place of.
+/// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
 pub const NVFP4_FOURS: [Variant; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
 
-/// Tiles of these sizes in the family of `of`, and with its flag.
+/// Tiles of these sizes with the family and the flag of `of`.
 pub const fn like<const N: usize>(of: Variant, mut tiles: [Variant; N]) -> [Variant; N] {
     let mut i = 0;
     while i < N {
@@ -153,7 +153,7 @@ pub const fn like<const N: usize>(of: Variant, mut tiles: [Variant; N]) -> [Vari
     tiles
 }
 
-/// `first`, then these tiles, of which there is one less than `M`.
+/// A list of `first`, then `tiles`. `M` is one more than the number of `tiles`.
 pub const fn behind<const N: usize, const M: usize>(first: Variant, tiles: [Variant; N]) -> [Variant; M] {
     assert!(M == N + 1);
     let mut all = [first; M];
@@ -168,19 +168,19 @@ pub const fn behind<const N: usize, const M: usize>(first: Variant, tiles: [Vari
 pub const MXFP4_LAYER_TILE: Variant =
     Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::of(Family::RoutedLayerMxfp4Sm90) };
 
-/// All shared memory of a layer in one launch: half of what an SM has, so that the next launch's CTAs come before this one's go.
+/// Shared memory of a CTA of a layer in one launch: half of an SM's, so that the next launch's CTAs start before this launch's CTAs end.
 const LAYER_SHARED_BYTES: u32 = 113 * 1024;
 
-/// Stages that tokens of so many bytes, for GEMM1 and for a tile of GEMM2, leave to each warp of a layer in one launch.
+/// Stages of each warp of a layer in one launch, if tokens take `up` bytes for GEMM1 and `down` bytes for a tile of GEMM2.
 #[allow(dead_code)] // the build script does not plan
 pub fn stages_beside(tile: &Variant, up: i64, down: i64) -> i64 {
-    // `Shared`: tables, a barrier for each stage and five, aligned to 128.
+    // `Shared` has tables, a barrier for each stage and five more, and is aligned to 128.
     let shared = i64::from((720 + 8 * (tile.warps * tile.stages + 5)).next_multiple_of(128));
     let left = i64::from(LAYER_SHARED_BYTES) - shared - up - 2 * down;
     (left / i64::from(tile.warps * tile.blocks * (512 + 32))).min(tile.stages.into())
 }
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for gated in [true, false] {
@@ -193,15 +193,15 @@ pub fn all() -> Vec<Variant> {
     all
 }
 
-/// Bytes of `PackedPipelineSm90::Shared` with so many bytes of codes (and of scales beyond MXFP4's 128) a block: stages, staged outputs (two
-/// chunks a consumer), row offsets and work units (two of each), barriers.
+/// Bytes of `PackedPipelineSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each),
+/// barriers. `codes`: bytes of a block's codes, and of its scales beyond MXFP4's 128.
 pub fn shared_bytes(v: &Variant, codes: u32) -> u32 {
     let stage = (v.blocks * (v.tokens * 128 + v.consumers * (codes + 128))).next_multiple_of(1024);
-    // The kernels have GEMM2's epilogue, too, so gated ones stage as others do.
+    // The kernels have GEMM2's epilogue too, so gated kernels stage as many bytes as others.
     (v.stages * stage + behind_stages(v, 128, v.tokens.min(32), 32)).next_multiple_of(1024)
 }
 
-/// Bytes of `PackedPipelineSm90::Shared` with e4m3 activations: the scales of three units' tokens lie before the stages.
+/// Bytes of `PackedPipelineSm90::Shared` with e4m3 activations. The scales of three units' tokens lie before the stages.
 fn e4m3_shared_bytes(v: &Variant) -> u32 {
     let stage = (v.blocks * (v.tokens * 64 + v.consumers * (2048 + 128))).next_multiple_of(1024);
     let (bytes, full) = if v.gated { (64, v.tokens.min(64)) } else { (128, v.tokens.min(32)) };
@@ -209,7 +209,7 @@ fn e4m3_shared_bytes(v: &Variant) -> u32 {
     (scales + v.stages * stage + behind_stages(v, bytes, full, 16)).next_multiple_of(1024)
 }
 
-/// Bytes behind the stages: chunks of `bytes` for each of `full` tokens, row offsets, work units of `unit` bytes, barriers.
+/// Bytes after the stages: chunks of `bytes` for each of `full` tokens, row offsets, work units of `unit` bytes, barriers.
 fn behind_stages(v: &Variant, bytes: u32, full: u32, unit: u32) -> u32 {
     let chunk = bytes * if v.tokens.is_multiple_of(full) && v.consumers < 4 { full } else { 16 };
     2 * v.consumers * chunk + 2 * v.tokens * 4 + 2 * unit + 8 * (2 * v.stages + 7)
@@ -219,7 +219,7 @@ pub fn ctas(v: &Variant, codes: u32) -> u32 {
     ctas_of(v, shared_bytes(v, codes))
 }
 
-/// CTAs on one SM by shared memory and 65536 registers.
+/// CTAs that shared memory and 65536 registers allow on one SM.
 fn ctas_of(v: &Variant, shared_bytes: u32) -> u32 {
     let by_registers = if v.tokens <= 32 { 768 / v.threads() } else { 1 };
     ctas_by_shared(shared_bytes).min(by_registers)

@@ -12,32 +12,32 @@ const fn fp8(family: Family, name: &'static str, device_type: &'static str, head
     }
 }
 
-/// Rows to e4m3 with a scale for each group of columns.
+/// Quantises rows to e4m3 with a scale for each group of columns.
 pub const QUANTIZE_FP8: Row = Row {
     traits: &[Trait::Streams],
     ..fp8(Family::QuantizeFp8, "quantize_fp8", "QuantizeFp8", "quant/quantize_fp8.cuh")
 };
-/// A schedule's rows to e4m3 with a scale for each group of columns.
+/// Quantises a schedule's rows to e4m3 with a scale for each group of columns.
 pub const QUANTIZE_FP8_TILES: Row =
     fp8(Family::QuantizeFp8Tiles, "quantize_fp8_tiles", "QuantizeFp8Tiles", "quant/quantize_fp8.cuh");
-/// Rows that go to several places each to e4m3 with a scale for each group of columns.
+/// Quantises rows to e4m3 with a scale for each group of columns, and writes each row to several places.
 pub const QUANTIZE_FP8_SLOTS: Row = Row {
     hopper: true,
     ..fp8(Family::QuantizeFp8Slots, "quantize_fp8_slots", "QuantizeFp8Slots", "quant/quantize_fp8_slots.cuh")
 };
-/// Rows to e4m3 with one scale a row, which its groups get.
+/// Quantises rows to e4m3 with one scale a row, which is stored for each group of the row.
 pub const QUANTIZE_FP8_ROWS: Row =
     fp8(Family::QuantizeFp8Rows, "quantize_fp8_rows", "QuantizeFp8Rows", "quant/quantize_fp8_rows.cuh");
-/// The largest magnitude of all rows.
+/// Finds the largest magnitude of all rows.
 pub const QUANTIZE_FP8_PEAK: Row =
     fp8(Family::QuantizeFp8Peak, "quantize_fp8_peak", "QuantizeFp8Peak", "quant/quantize_fp8_rows.cuh");
-/// One scale a row for a schedule's rows.
+/// Quantises a schedule's rows to e4m3 with one scale a row, which is stored for each group of the row.
 pub const QUANTIZE_FP8_TILE_ROWS: Row =
     fp8(Family::QuantizeFp8TileRows, "quantize_fp8_tile_rows", "QuantizeFp8TileRows", "quant/quantize_fp8_rows.cuh");
-/// The largest magnitude of a schedule's rows.
+/// Finds the largest magnitude of a schedule's rows.
 pub const QUANTIZE_FP8_TILE_PEAK: Row =
     fp8(Family::QuantizeFp8TilePeak, "quantize_fp8_tile_peak", "QuantizeFp8TilePeak", "quant/quantize_fp8_rows.cuh");
-/// A caller's scales in the order that GEMMs read.
+/// Brings a caller's scales into the order that GEMMs read.
 pub const EXPAND_SCALES: Row = Row {
     parameters: &[("ExpandScalesParams", "p")],
     ..fp8(Family::ExpandScales, "expand_scales", "ExpandScales", "quant/expand_scales.cuh")
@@ -46,7 +46,7 @@ pub const EXPAND_SCALES: Row = Row {
 const ROWS_PARAMS: &[(&str, &str)] = &[("QuantizeRowsParams", "p")];
 const TILE_ROWS_PARAMS: &[(&str, &str)] = &[("TileRowsParams", "p")];
 
-/// Rows of bf16 to e4m3 with one scale a row.
+/// Quantises rows of bf16 to e4m3 with one scale a row.
 pub const QUANTIZE_ROWS_E4M3: Row = Row {
     parameters: ROWS_PARAMS,
     hopper: true,
@@ -54,7 +54,7 @@ pub const QUANTIZE_ROWS_E4M3: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::QuantizeRowsE4m3, "quantize_rows_e4m3", "QuantizeRowsE4m3", "quant/quantize_rows_e4m3.cuh")
 };
-/// A schedule's rows of bf16 to e4m3 with one scale a row.
+/// Quantises a schedule's rows of bf16 to e4m3 with one scale a row.
 pub const QUANTIZE_TILES_E4M3: Row = Row {
     family: Family::QuantizeTilesE4m3,
     name: "quantize_tiles_e4m3",
@@ -64,7 +64,7 @@ pub const QUANTIZE_TILES_E4M3: Row = Row {
     ..QUANTIZE_ROWS_E4M3
 };
 
-/// Rows of bf16 to the numbers of MXFP8. Six CTAs are the threads that sm_86, 89 and 120 have.
+/// Rounds rows of bf16 to the numbers of MXFP8. Six CTAs have all threads of a multiprocessor of sm_86, 89 and 120.
 pub const ROUND_ROWS_MXFP8: Row = Row {
     parameters: ROWS_PARAMS,
     threads: |_| 256,
@@ -72,7 +72,7 @@ pub const ROUND_ROWS_MXFP8: Row = Row {
     traits: &[Trait::Streams],
     ..Row::new(Family::RoundRowsMxfp8, "round_rows_mxfp8", "RoundRowsMxfp8", "quant/round_rows_mxfp8.cuh")
 };
-/// A schedule's rows of bf16 to the numbers of MXFP8, on Hopper.
+/// Rounds a schedule's rows of bf16 to the numbers of MXFP8, on Hopper.
 pub const ROUND_TILES_MXFP8: Row = Row {
     parameters: TILE_ROWS_PARAMS,
     hopper: true,
@@ -80,7 +80,7 @@ pub const ROUND_TILES_MXFP8: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::RoundTilesMxfp8, "round_tiles_mxfp8", "RoundTilesMxfp8", "quant/round_tiles_mxfp8.cuh")
 };
-/// A schedule's rows of bf16 to the numbers of MXFP8, on other GPUs.
+/// Rounds a schedule's rows of bf16 to the numbers of MXFP8, on other GPUs.
 pub const ROUND_TILES_MXFP8_PORTABLE: Row = Row {
     family: Family::RoundTilesMxfp8Portable,
     name: "round_tiles_mxfp8_portable",
@@ -90,7 +90,7 @@ pub const ROUND_TILES_MXFP8_PORTABLE: Row = Row {
     ..ROUND_TILES_MXFP8
 };
 
-/// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4, on Hopper.
+/// Rounds rows of bf16 to the numbers of NVFP4, or expands NVFP4's codes to them, on Hopper.
 pub const ROUND_ROWS_NVFP4: Row = Row {
     parameters: &[("RoundNvfp4Params", "p")],
     hopper: true,
@@ -98,7 +98,7 @@ pub const ROUND_ROWS_NVFP4: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::RoundRowsNvfp4, "round_rows_nvfp4", "RoundRowsNvfp4", "quant/round_rows_nvfp4.cuh")
 };
-/// Rows of bf16, or NVFP4's codes, to the numbers of NVFP4, on other GPUs.
+/// Rounds rows of bf16 to the numbers of NVFP4, or expands NVFP4's codes to them, on other GPUs.
 pub const ROUND_ROWS_NVFP4_PORTABLE: Row = Row {
     family: Family::RoundRowsNvfp4Portable,
     name: "round_rows_nvfp4_portable",
@@ -111,7 +111,7 @@ pub const ROUND_ROWS_NVFP4_PORTABLE: Row = Row {
 /// Blocks of 64 x 64 weights that a CTA of the packers takes.
 pub const PACK_BLOCKS: u32 = 4;
 
-/// Weights to the packed form or back.
+/// A kernel that brings weights into the packed form or back.
 pub const fn pack(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
     Row {
         parameters: &[("PackMxfp4Params", "p")],
@@ -121,7 +121,7 @@ pub const fn pack(family: Family, name: &'static str, device_type: &'static str,
     }
 }
 
-/// Every expert's shift, in front of the packers.
+/// A kernel that finds every expert's shift, before the packers run.
 const fn peak(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
     Row { threads: |_| 1024, ctas: |_| 1, ..pack(family, name, device_type, header) }
 }
@@ -136,7 +136,7 @@ pub const NVFP4_PACK: Row = Row {
     ..pack(Family::Nvfp4Pack, "nvfp4_pack", "Nvfp4Pack", "quant/pack_nvfp4.cuh")
 };
 
-/// E8M0 bytes of fp32 powers of two.
+/// Makes E8M0 bytes of fp32 powers of two.
 pub const MXFP4_SCALE_BYTES: Row = Row {
     parameters: &[("ScaleBytesParams", "p")],
     threads: |_| 256,
@@ -144,7 +144,7 @@ pub const MXFP4_SCALE_BYTES: Row = Row {
     ..Row::new(Family::Mxfp4ScaleBytes, "mxfp4_scale_bytes", "Mxfp4ScaleBytes", "quant/pack_mxfp4.cuh")
 };
 
-/// MXFP4 codes to another project's layout, or back to the checkpoint's form.
+/// Converts MXFP4 codes to another project's layout, or back to the checkpoint's form.
 pub const MXFP4_LAYOUT_CODES: Row = Row {
     arguments: &[Argument::Flag("", "_back")],
     parameters: &[("LayoutMxfp4Params", "p")],
@@ -152,7 +152,7 @@ pub const MXFP4_LAYOUT_CODES: Row = Row {
     ctas: |_| 8,
     ..Row::new(Family::Mxfp4LayoutCodes, "mxfp4_layout_codes", "Mxfp4LayoutCodes", "quant/layouts_mxfp4.cuh")
 };
-/// MXFP4 scales to another project's layout, or back to the checkpoint's form.
+/// Converts MXFP4 scales to another project's layout, or back to the checkpoint's form.
 pub const MXFP4_LAYOUT_SCALES: Row = Row {
     family: Family::Mxfp4LayoutScales,
     name: "mxfp4_layout_scales",
@@ -160,33 +160,33 @@ pub const MXFP4_LAYOUT_SCALES: Row = Row {
     ..MXFP4_LAYOUT_CODES
 };
 
-/// Numbers to MXFP4.
+/// Quantises numbers to MXFP4.
 pub const QUANTIZE_MXFP4: Row = Row {
     parameters: &[("QuantizeMxfp4Params", "p")],
     threads: |_| 256,
     ctas: |_| 4,
     ..Row::new(Family::QuantizeMxfp4, "mxfp4_quantize", "Mxfp4Quantize", "quant/quantize_mxfp4.cuh")
 };
-/// MXFP4 to numbers.
+/// Dequantises MXFP4.
 pub const DEQUANTIZE_MXFP4: Row =
     Row { family: Family::DequantizeMxfp4, name: "mxfp4_dequantize", device_type: "Mxfp4Dequantize", ..QUANTIZE_MXFP4 };
 
-/// Times eight numbers that a thread of `QuantizeMxfp4` and `DequantizeMxfp4` takes.
+/// Vectors of eight numbers that a thread of `QuantizeMxfp4` and `DequantizeMxfp4` takes.
 #[allow(dead_code)] // the build script does not launch
 pub const QUANTIZE_UNITS: u32 = 2;
 
-/// Numbers to MXFP8.
+/// Quantises numbers to MXFP8.
 pub const QUANTIZE_MXFP8: Row = Row {
     parameters: &[("QuantizeMxfp8Params", "p")],
     threads: |_| 256,
     ctas: |_| 4,
     ..Row::new(Family::QuantizeMxfp8, "quantize_mxfp8", "QuantizeMxfp8", "quant/quantize_mxfp8.cuh")
 };
-/// MXFP8 to numbers.
+/// Dequantises MXFP8.
 pub const DEQUANTIZE_MXFP8: Row =
     Row { family: Family::DequantizeMxfp8, name: "dequantize_mxfp8", device_type: "DequantizeMxfp8", ..QUANTIZE_MXFP8 };
 
-/// Numbers to NVFP4 in blocks of 16, or to MXFP4 in blocks of 32, whose numbers in fp32 are as many registers.
+/// Quantises numbers to NVFP4 in blocks of 16, or to MXFP4 in blocks of 32. The fp32 numbers of a block take as many registers.
 pub const QUANTIZE_NVFP4: Row = Row {
     arguments: &[BLOCKS],
     parameters: &[("QuantizeNvfp4Params", "p")],
@@ -203,7 +203,7 @@ pub const fn quantize_nvfp4(block: u32) -> Variant {
     Variant { blocks: block, ..Variant::of(Family::QuantizeNvfp4) }
 }
 
-/// Kernels that convert MXFP4 weights, to the packed form and others.
+/// Kernels that convert MXFP4 weights to the packed form and to other forms.
 pub const CONVERSIONS: [Variant; 10] = [
     Variant::of(Family::Mxfp4Peak),
     Variant::of(Family::Mxfp4Pack),
@@ -236,7 +236,7 @@ const ROUNDINGS: [Family; 15] = [
     Family::RoundRowsNvfp4Portable,
 ];
 
-/// Every kernel here.
+/// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack].map(Variant::of);
     let dense = [Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of);

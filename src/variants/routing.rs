@@ -5,10 +5,14 @@ use super::*;
 const SELECT_AND_SORT: &[(&str, &str)] = &[("SelectParams", "s"), ("RouteParams", "p")];
 const SORT: &[(&str, &str)] = &[("RouteParams", "p")];
 
-/// Top-k alone. 32 lanes hold `experts` each, at least all there are.
+/// Most threads of a CTA that chooses experts. Lanes with more than 16 experts need more registers than 1024 threads can have.
+const SELECT_THREADS: fn(&Variant) -> u32 = |v| if v.experts <= 16 { 1024 } else { 512 };
+
+/// Top-k alone. Each of 32 lanes holds `experts` experts; together they hold at least all experts.
 pub const SELECT: Row = Row {
     arguments: &[EXPERTS, PLAIN],
     parameters: SELECT_AND_SORT,
+    threads: SELECT_THREADS,
     shared: Shared::Planned,
     ..Row::new(Family::Select, "select", "Select", "moe/select.cuh")
 };
@@ -17,6 +21,7 @@ pub const SELECT: Row = Row {
 pub const ROUTE: Row = Row {
     arguments: &[EXPERTS, PLAIN],
     parameters: SELECT_AND_SORT,
+    threads: SELECT_THREADS,
     shared: Shared::Planned,
     ..Row::new(Family::Route, "route", "Route", "moe/route.cuh")
 };
@@ -24,14 +29,14 @@ pub const ROUTE: Row = Row {
 /// Sort and schedule of given ids in one launch.
 pub const ROUTE_GIVEN_IDS: Row = Row { family: Family::RouteGivenIds, parameters: SORT, ..ROUTE };
 
-/// Slots per expert and block of tokens, for token counts beyond one cluster. `Place` follows.
+/// Counts the slots of each expert in each block of tokens, for more tokens than one cluster takes. `Place` follows it.
 pub const HISTOGRAM: Row = Row {
     parameters: SORT,
     shared: Shared::Planned,
     ..Row::new(Family::Histogram, "histogram", "Histogram", "moe/place.cuh")
 };
 
-/// Sort and schedule behind `Histogram`. Ids come from `Select`, else from the caller.
+/// Sort and schedule after `Histogram` or `Select`. `flag`: `Select` chose the ids; otherwise the caller gave them.
 pub const PLACE: Row = Row {
     arguments: &[Argument::Flag("_given", "_chosen")],
     parameters: SORT,
@@ -59,10 +64,10 @@ pub const COMBINE: Row = Row {
     ..Row::new(Family::Combine, "combine", "Combine", "moe/combine.cuh")
 };
 
-/// Experts a lane of a top-k warp can hold.
-pub const EXPERTS_PER_LANE: [u32; 6] = [1, 2, 4, 8, 12, 16];
+/// Numbers of experts that a lane of a top-k warp can hold.
+pub const EXPERTS_PER_LANE: [u32; 7] = [1, 2, 4, 8, 12, 16, 32];
 
-/// Static shared memory that routing kernels may use beside their dynamic part, bytes (rounded up).
+/// Bytes of static shared memory, rounded up, that routing kernels may use beside their dynamic part.
 #[allow(dead_code)] // the build script does not plan
 pub const STATIC_SHARED: u32 = 12 * 1024;
 
@@ -74,7 +79,7 @@ pub const fn route(experts: u32, plain: bool) -> Variant {
     Variant { experts, flag: plain, ..Variant::of(Family::Route) }
 }
 
-/// Sort and schedule of given ids in one launch. No lane holds an expert.
+/// The kernel that sorts given ids and makes the schedule in one launch. No lane holds an expert.
 pub const ROUTE_GIVEN: Variant = Variant::of(Family::RouteGivenIds).flag(true);
 
 pub const fn place(chosen: bool) -> Variant {
@@ -85,7 +90,7 @@ pub const fn combine(element: Element) -> Variant {
     Variant::of(Family::Combine).with_element(element)
 }
 
-/// Every kernel here but the combine.
+/// Every kernel of this file, except the combine.
 pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for plain in [true, false] {

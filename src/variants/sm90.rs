@@ -1,4 +1,4 @@
-//! The grouped GEMM of 16-bit weights on Hopper: wgmma and TMA. Weights are A, tokens its N.
+//! The grouped GEMM of 16-bit weights on Hopper, with wgmma and TMA. Weights are operand A, and tokens are N.
 
 use super::*;
 
@@ -17,7 +17,8 @@ const fn tile(tokens: u32, row_tiles: u32, stages: u32) -> Variant {
     Variant { tokens, row_tiles, consumers: 2, stages, ..Variant::of(Family::GroupedGemmSm90) }
 }
 
-/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The second of 64 tokens is alone on its multiprocessor.
+/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The second tile of 64 tokens has a multiprocessor to
+/// itself.
 pub const TILES: [Variant; 5] = [tile(16, 1, 5), tile(64, 1, 4), tile(64, 1, 8), tile(128, 1, 6), tile(192, 2, 4)];
 
 /// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer; pairs of row tiles stage none), row offsets and work
@@ -33,7 +34,7 @@ fn shared_bytes(v: &Variant) -> u32 {
     (v.stages * stage + staging + offsets + units + barriers).next_multiple_of(128)
 }
 
-/// CTAs on one SM by shared memory and 65536 registers.
+/// CTAs that shared memory and 65536 registers allow on one SM.
 fn ctas(v: &Variant) -> u32 {
     let by_registers = match v.tokens * v.row_tiles {
         128.. => 1,

@@ -39,7 +39,7 @@ def four() -> Iterator[Crew]:
 def every_pattern(
     me: Rank, size: int, seed: int, dtype: torch.dtype, tokens: int, hidden: int, layout: int, group: int
 ) -> tuple[list[str], list[int]]:
-    """All patterns that add the input, on fresh tensors: (what is wrong, checksums of the outputs)."""
+    """Calls all patterns that add the input, on fresh tensors. Returns (what is wrong, checksums of the outputs)."""
     workspace = oxmoe.create_allreduce_fusion_workspace(
         max_token_num=max(tokens, 1), hidden_dim=hidden, dtype=dtype, group=me.group(size), deadline=20
     )
@@ -128,7 +128,7 @@ def test_no_tokens(four: Crew, rng: torch.Generator, size: int) -> None:
 
 
 def strange_values(me: Rank, seed: int, dtype: torch.dtype) -> tuple[list[str], list[int]]:
-    """Raw bit patterns: subnormals, -0.0, infinities, NaNs of every payload, and what an empty slot looks like."""
+    """Sums raw bit patterns: subnormals, -0.0, infinities, NaNs of every payload, and the bits of an empty slot."""
     tokens, hidden = 6, 256
     workspace = oxmoe.create_allreduce_fusion_workspace(
         max_token_num=tokens, hidden_dim=hidden, dtype=dtype, group=me.all, deadline=20
@@ -183,7 +183,7 @@ def test_strange_values(four: Crew, rng: torch.Generator, dtype: str) -> None:
 
 
 def moe_patterns(me: Rank, seed: int, dtype: torch.dtype, quantise: bool) -> tuple[list[str], list[int]]:
-    """Patterns 6 and 7, each against its contribution summed by kAllReduce's rule."""
+    """Compares patterns 6 and 7 with their contributions summed by kAllReduce's rule."""
     tokens, hidden, experts, top_k, rows = 5, 704, 3, 4, 23
     workspace = oxmoe.create_allreduce_fusion_workspace(
         max_token_num=tokens, hidden_dim=hidden, dtype=dtype, group=me.all, deadline=20
@@ -268,7 +268,8 @@ def test_moe_patterns(four: Crew, rng: torch.Generator, dtype: str, quantise: bo
 
 
 def many_workspaces(me: Rank, seed: int) -> list[str]:
-    """Workspaces of all and of pairs at once, calls of random shapes in turn; the pairs are at different calls."""
+    """Uses workspaces of all ranks and of pairs at once, with calls of random shapes in turn; the pairs are at
+    different calls."""
     dtype, hidden = torch.bfloat16, 128
     make = oxmoe.create_allreduce_fusion_workspace
     spaces = [
@@ -287,7 +288,7 @@ def many_workspaces(me: Rank, seed: int) -> list[str]:
         result = oxmoe.allreduce_fusion(parts[workspace.rank], workspace, 0)
         if not same_bits(result, total(parts)):
             wrong.append(f"turn {turn}, {size} ranks")
-        # In place.
+        # output may be the input itself.
         mine = parts[workspace.rank].clone()
         oxmoe.allreduce_fusion(mine, workspace, 0, output=mine)
         if not same_bits(mine, result):

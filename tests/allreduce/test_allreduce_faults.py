@@ -1,4 +1,4 @@
-"""allreduce_fusion where something is wrong: operands, groups, ranks that disagree, refuse, come late or die."""
+"""allreduce_fusion with something wrong: operands, groups, ranks that disagree, refuse, come late or die."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def unequal_counts(me: Rank) -> list[tuple[str, str]]:
     workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
     x = torch.ones(6 + (me.rank == 2), 64, dtype=torch.bfloat16)
     results = [raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0))]
-    # Nothing, where others have something.
+    # Rank 0 has no rows, and other ranks have some.
     results.append(raised(lambda: oxmoe.allreduce_fusion(x[: me.rank], workspace, 0)))
-    # The same shape in another dtype of the same size, another pattern.
+    # Rank 1 has the shape in another dtype of the same size.
     other = x[:6].to(torch.float16) if me.rank == 1 else x[:6]
     results.append(raised(lambda: oxmoe.allreduce_fusion(other, workspace, 0)))
     # The workspace is still good.
@@ -62,7 +62,7 @@ def one_rank_raises(me: Rank) -> tuple[float, list[tuple[str, str]], bool]:
     x = torch.ones(4, 64, dtype=torch.bfloat16)
     started, results = time.monotonic(), []
     for _ in range(3):
-        # Again and again on one rank, so that headers of refused calls pile up.
+        # One rank refuses again and again, so that headers of refused calls pile up.
         bad = me.rank == 1
         gamma = torch.ones(32 if bad else 64, dtype=torch.bfloat16)
         outputs = {"residual_out": torch.empty_like(x), "norm_out": torch.empty_like(x)}
@@ -71,7 +71,7 @@ def one_rank_raises(me: Rank) -> tuple[float, list[tuple[str, str]], bool]:
     took = time.monotonic() - started
     ok = bool((oxmoe.allreduce_fusion(x, workspace, 0) == me.world).all())
     workspace.destroy()
-    # A workspace that one rank cannot make is made by none, and the next attempt works.
+    # No rank makes a workspace that one rank cannot make, and the next attempt works.
     hidden = 63 if me.rank == 3 else 64
     results.append(raised(lambda: make(max_token_num=8, hidden_dim=hidden, dtype=torch.bfloat16, group=me.all)))
     results.append(raised(lambda: make(max_token_num=8 + me.rank, hidden_dim=64, dtype="float16", group=me.all)))
@@ -160,7 +160,7 @@ def test_destroy_against_a_call(four: Crew) -> None:
 
 
 class Meeting:
-    """An all-gather of threads."""
+    """An all-gather between threads."""
 
     def __init__(self, size: int) -> None:
         import threading
@@ -223,7 +223,7 @@ def test_exchange_function_that_never_returns() -> None:
 
 
 def of_two(exchange: Callable[[bytes], Any], **options: Any) -> tuple[str, str]:
-    """What making rank 0's workspace of two raises."""
+    """Returns what the making of rank 0's workspace of two raises."""
     return raised(
         lambda: oxmoe.create_allreduce_fusion_workspace(
             **{"world_size": 2, "rank": 0, "max_token_num": 4, "hidden_dim": 64, "dtype": "bfloat16", "deadline": 5.0}
@@ -253,7 +253,7 @@ def test_what_an_exchange_function_returns(answer: Callable[[bytes], Any], expec
 
 
 def test_headers_that_an_exchange_function_makes_up() -> None:
-    # The words of a rank that agrees are read by nobody, and need be no words.
+    # Nobody reads the words of a rank that agrees, so they need not be text.
     assert of_two(lambda data: [data, data[:20] + b"\xff" * 200]) == ("nothing", "")
     for made_up in (b"\0" * 220, b"oxar" + b"\xff" * 216, b"oxar" + (9).to_bytes(4, "little") + b"\0" * 212):
         kind, text = of_two(lambda data, made_up=made_up: [data, made_up])  # type: ignore[misc]
@@ -375,7 +375,7 @@ def test_operands_are_named() -> None:
         kind, text = raised(lambda w=wrong: oxmoe.allreduce_fusion(w, workspace, 0))  # type: ignore[misc]
         assert kind == "ValueError" and text.startswith(expected), (expected, kind, text)
     assert raised(lambda: oxmoe.allreduce_fusion(x, None, 0))[0] == "ValueError"  # type: ignore[arg-type]
-    # None of it harmed the workspace.
+    # None of these calls harmed the workspace.
     assert torch.equal(oxmoe.allreduce_fusion(x, workspace, 0), x)
     workspace.destroy()
     assert "destroyed" in raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0))[1]
@@ -428,7 +428,8 @@ def test_sizes() -> None:
             assert not workspace.is_buffer_size_sufficient(*arguments)
     assert workspace.nbytes == workspace_bytes(1, 16, 128, torch.bfloat16) == 0
     assert workspace_bytes(4, 16, 128, torch.float32) == 3 * 16 * 128 * 4
-    # Control, two slots a rank; above the crossover of four ranks two scatter buffers and the sums as well.
+    # A rank has control words and two slots. Above the crossover, four ranks also have two scatter buffers and the
+    # sums.
     assert workspace_bytes(2, 16, 128, torch.bfloat16, device="cuda") == 1024 + 2 * 2 * 4096
     large = 1024 * 1024 * 2
     assert workspace_bytes(4, 1024, 1024, torch.bfloat16, device="cuda") == 1024 + 2 * 4 * (600 << 10) + 3 * large
@@ -461,7 +462,7 @@ def test_names_values_and_signatures() -> None:
         "SWIZZLED_8x4": 1,
         "LINEAR": 2,
     }
-    # What SGLang looks for, and flashinfer's order of arguments.
+    # SGLang looks for these parameters, and the order of arguments is flashinfer's.
     assert {"group", "comm_backend"} <= set(inspect.signature(oxmoe.create_allreduce_fusion_workspace).parameters)
     names = list(inspect.signature(oxmoe.allreduce_fusion).parameters)
     assert names[:5] == ["input", "workspace", "pattern", "launch_with_pdl", "trigger_completion_at_end"]

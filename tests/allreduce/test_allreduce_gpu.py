@@ -1,4 +1,4 @@
-"""allreduce_fusion between GPUs, one process each, against the CPU implementation bit for bit."""
+"""allreduce_fusion between GPUs, one process for each, against the CPU implementation bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def alone() -> Iterator[Crew]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Crew]:
-    """Four ranks on the GPUs there are: those on one GPU take turns in slices of milliseconds, so calls are slow."""
+    """Starts four ranks on the GPUs of this machine. Ranks on one GPU take turns in slices of milliseconds, so calls
+    are slow."""
     crew = Crew(4, gpus=True)
     yield crew
     crew.close()
@@ -43,7 +44,7 @@ def shared() -> Iterator[Crew]:
 def compare(
     space: Any, parts: list[torch.Tensor], residual: torch.Tensor, gamma: torch.Tensor, what: str, **options: Any
 ) -> tuple[list[str], list[int]]:
-    """Both patterns on the GPU and on the CPU: (what differs, checksums)."""
+    """Runs both patterns on the GPU and on the CPU. Returns (what differs, checksums)."""
     tokens, hidden = parts[0].shape
     dtype = parts[0].dtype
     new = lambda: poison(tokens, hidden, dtype=dtype)  # noqa: E731
@@ -148,7 +149,7 @@ def test_subgroups(crew: Crew, rng: torch.Generator) -> None:
 
 
 def strange(me: Rank, seed: int, dtype: torch.dtype) -> tuple[list[str], list[int]]:
-    """Any bits are legal: NaNs of every payload, also what an empty slot looks like, -0.0, infinities, subnormals."""
+    """Sums any bits: NaNs of every payload, also the bits of an empty slot, -0.0, infinities, subnormals."""
     tokens, hidden = 8, 2880
     ints, bits = (torch.int32, 32) if dtype == torch.float32 else (torch.int16, 16)
     parts = []
@@ -174,7 +175,8 @@ def test_strange_values(crew: Crew, rng: torch.Generator, dtype: str) -> None:
 
 
 def many_calls(me: Rank, seed: int, rounds: int) -> list[str]:
-    """Calls of changing shape and kind, eager and replayed, none waited for; every result is compared on the device."""
+    """Makes calls of changing shape and kind, eager and replayed, and waits for none. Every result is compared on the
+    device."""
     dtype, kinds = torch.bfloat16, [(1, 2880), (5, 7168), (40, 2880), (128, 7168), (0, 64), (9, 8192)]
     space = make(me, 128, 7168, dtype, force_oneshot_support=True)
     pool = [draw(seed, f"pool {i}", 1 << 21, dtype=dtype).cuda() for i in range(me.world)]
@@ -242,7 +244,7 @@ def test_many_calls_and_graphs(crew: Crew, rng: torch.Generator, request: pytest
 
 
 def long_replay(me: Rank, replays: int) -> list[str]:
-    """Two graphs that share a workspace, replayed in turn; the input changes on the device."""
+    """Replays two graphs that share a workspace in turn; the input changes on the device."""
     space = make(me, 16, 2880, torch.float32)
     x = torch.zeros(16, 2880, device="cuda")
     outs = [torch.empty_like(x) for _ in range(2)]
@@ -269,7 +271,7 @@ def test_ten_thousand_replays(crew: Crew) -> None:
 
 
 def absent(me: Rank, use: bool) -> list[Any]:
-    """The last rank does not come: everybody else says so in time, and it finds out too."""
+    """The last rank does not come. All others say so in time, and it finds out too."""
     space = make(me, 8, 2880, torch.bfloat16)
     x = torch.ones(8, 2880, dtype=torch.bfloat16, device="cuda")
     oxmoe.allreduce_fusion(x, space, 0, use_oneshot=use)
@@ -317,14 +319,14 @@ def says_who_never_came(results: list[list[Any]]) -> None:
             assert 0.1 < seconds < 2 and first[0] == "TimeoutError"
             assert f"waited for peer {last} in call 1" in first[1] and "of bfloat16 [8, 2880]" in first[1]
         else:
-            # It had not heard yet when it launched; its kernel found the fault at once.
+            # This rank had not heard of the fault when it launched; its kernel found it at once.
             assert first[0] == "nothing"
         assert second[0] == ("RuntimeError" if rank < last else "TimeoutError"), second
         assert destroyed < 5 and right
 
 
 def disagree(me: Rank) -> list[Any]:
-    """One rank calls another shape: all hear of it long before the deadline."""
+    """One rank calls another shape, and all hear of it long before the deadline."""
     space = make(me, 16, 2880, torch.bfloat16)
     tokens = 8 if me.rank else 7
     x = torch.ones(tokens, 2880, dtype=torch.bfloat16, device="cuda")
@@ -332,7 +334,7 @@ def disagree(me: Rank) -> list[Any]:
     oxmoe.allreduce_fusion(x, space, 0)
     torch.cuda.synchronize()
     seconds = time.monotonic() - start
-    # Whoever saw no other shape hears of it from those that did.
+    # A rank that saw no other shape hears of it from the others.
     dist.barrier(me.all)
     space._memory.synchronize()
     result = raised(space.check)
@@ -364,7 +366,7 @@ def refused(me: Rank) -> list[tuple[str, str]]:
         ),
         raised(lambda: oxmoe.allreduce_fusion(x, space, 1, norm_out=x.cpu(), **norm)),
     ]
-    # CPU tensors work too, and nothing of it harmed the workspace.
+    # CPU tensors work too, and nothing of this harmed the workspace.
     on_gpu = oxmoe.allreduce_fusion(x, space, 0)
     host = oxmoe.allreduce_fusion(x.cpu(), space, 0)
     results.append(("equal", str(bool((on_gpu.cpu() == host).all() and (host == me.world).all()))))

@@ -46,12 +46,12 @@ def alone() -> Iterator[Crew]:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """With what lies between its columns."""
+    """Returns the memory of a tensor, with the bytes between its columns."""
     return tensor if tensor._base is None else tensor._base
 
 
 def on_gpu(operands: dict[str, Any]) -> dict[str, Any]:
-    """Copies, with the same strides."""
+    """Returns copies on the GPU with the same strides."""
     return {
         name: whole(x).cuda().as_strided(x.shape, x.stride()) if torch.is_tensor(x) else x
         for name, x in operands.items()
@@ -60,13 +60,13 @@ def on_gpu(operands: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Crew]:
-    """Four ranks on the GPUs there are, in time slices."""
+    """Starts four ranks on the GPUs of this machine, in time slices."""
     crew = Crew(4, gpus=True)
     yield crew
     crew.close()
 
 
-# Tokens, hidden, NVFP4's layout, scale group.
+# (tokens, hidden, NVFP4's layout, scale group).
 CASES = [
     (1, 2880, 0, 64),
     (7, 7168, 1, 128),
@@ -151,7 +151,8 @@ def test_four_ranks_on_fewer_gpus(shared: Crew, rng: torch.Generator, dtype: str
 def experts_rows(
     me: Rank, seed: int, dtype: torch.dtype, tokens: int, hidden: int, uses: tuple[bool, ...]
 ) -> tuple[list[str], list[int]]:
-    """Patterns 6 and 7 with NVFP4 and without, and one of the optional outputs alone; also in a CUDA graph."""
+    """Runs patterns 6 and 7 with NVFP4 and without, and with one of the optional outputs alone; also in a CUDA
+    graph."""
     space = make(me, max(tokens, 1), hidden, dtype, force_oneshot_support=True)
     residual, gamma = draw(seed, "residual", tokens, hidden, dtype=dtype), draw(seed, "gamma", hidden, dtype=dtype)
     experts, top_k, rows = 3, 5, 2 * tokens + 3

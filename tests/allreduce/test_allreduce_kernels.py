@@ -15,9 +15,9 @@ from host_allreduce import ELEMENTS, WORKS, HostAllReduce, on_every_rank
 from oxmoe.allreduce.fusion import _Operands
 from ranks import draw, poison, quant_operands, same_bits, seed_of
 
-EMPTY = -1  # of an int64 word
+EMPTY = -1  # an empty slot, as an int64 word
 ROOM = 8192  # bytes of the largest message
-MINUTE, SHORT = 60_000_000_000, 1_000_000_000  # deadlines, ns
+MINUTE, SHORT = 60_000_000_000, 1_000_000_000  # deadlines in ns
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostAllReduce:
 
 
 class Group:
-    """Ranks with their workspaces as src/allreduce/protocol.rs lays them out, and how calls are launched."""
+    """Ranks with their workspaces, laid out as src/allreduce/protocol.rs does, and a way to launch calls."""
 
     def __init__(self, kernels: HostAllReduce, ranks: int, dtype: torch.dtype, deadline: int = MINUTE) -> None:
         self.kernels, self.ranks, self.dtype, self.deadline = kernels, ranks, dtype, deadline
@@ -49,7 +49,8 @@ class Group:
         pattern: int | None = None,
         **given: Any,
     ) -> None:
-        """`given`: tensors, whose addresses are passed, and whole structs; chunks 0: the kernel's least."""
+        """Launches a call. `given`: tensors, whose addresses are passed, and whole structs. chunks 0: the least of the
+        kernel."""
         tokens, hidden = x.shape
         row_chunks = hidden * x.element_size() // 16
         total = tokens * row_chunks
@@ -86,7 +87,7 @@ class Group:
         )
 
     def fault(self, rank: int) -> tuple[int, int, int, int]:
-        """(kind, finder, peer, epoch)."""
+        """Returns a rank's fault as (kind, finder, peer, epoch)."""
         word = int(self.reports[rank][0])
         return word >> 56 & 0xFF, word >> 48 & 0xFF, word >> 40 & 0xFF, word & 0xFFFFFFFF
 
@@ -100,7 +101,7 @@ def on_cpu(parts: list[torch.Tensor], pattern: int, **operands: Any) -> None:
 def rows(rng: torch.Generator, tokens: int, hidden: int, dtype: torch.dtype, strange: bool) -> torch.Tensor:
     x = (torch.randn(tokens, hidden, generator=rng) * 3).to(dtype)
     if strange and dtype != torch.float32:
-        # Any bits: NaNs that look empty, -0.0, infinities, subnormals.
+        # The operands have any bits: NaNs that look empty, -0.0, infinities, subnormals.
         bits = torch.randint(-(2**15), 2**15, (tokens, hidden), generator=rng).to(torch.int16)
         bits[:, ::3] = -1
         bits[:, 1::5] = -(2**15)
@@ -177,7 +178,7 @@ def narrowing(kind: str, operands: dict[str, Any], item: int) -> Any:
 
 
 def all_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Also those between the columns of a strided one."""
+    """Returns all bytes of a tensor, also those between the columns of a strided one."""
     base = tensor if tensor._base is None else tensor._base
     return base.contiguous().view(-1).view(torch.uint8)
 
@@ -198,7 +199,7 @@ def test_quantised_patterns(
     plan = []
     for turn, pattern in enumerate(PATTERNS[kind]):
         pick = torch.randint(0, 1000, (3,), generator=rng).tolist()
-        size = (64, 32, 128)[pick[0] % 3]  # of a scale group
+        size = (64, 32, 128)[pick[0] % 3]  # size of a scale group
         hidden = size * (1 + pick[1] % (4 if size == 128 else 7))
         tokens = min(1 + pick[2] % 9, ROOM // (hidden * element.itemsize))
         parts = [rows(rng, tokens, hidden, element, turn == 1) for _ in range(ranks)]
@@ -233,7 +234,7 @@ def test_quantised_patterns(
 def test_experts_rows(
     kernels: HostAllReduce, rng: torch.Generator, dtype: str, weight_dtype: str | None, ranks: int, two: bool
 ) -> None:
-    """Patterns 6 and 7; with a row number that is no row's."""
+    """Runs patterns 6 and 7, also with a row number that is out of range."""
     element, seed, tokens, hidden, count = getattr(torch, dtype), seed_of(rng), 5, 256, 23
     group = Group(kernels, ranks, element)
     top_k = 3 + seed % 3
@@ -321,7 +322,7 @@ def test_a_rank_that_never_comes(kernels: HostAllReduce, ranks: int, two: bool) 
         kind, finder, peer, epoch = group.fault(rank)
         assert (kind, peer, epoch) == (1, last, 1) and finder < last and group.fault(rank) == group.fault(0)
         assert int(group.reports[rank][1]) == 3 << 32 | 256 << 8 | two << 5
-    # It finds the fault at once when it comes, and so does everybody who calls again.
+    # The last rank finds the fault at once when it comes, and so does every rank that calls again.
     assert int(group.reports[last][0]) == 0
     start = time.monotonic()
     on_every_rank(ranks, lambda rank: group.call(rank, 2, x, two, output=outputs[rank]))
@@ -339,7 +340,7 @@ def test_ranks_that_disagree(kernels: HostAllReduce, ranks: int, two: bool, toke
         ranks,
         lambda rank: group.call(rank, 0, inputs[rank], two and bool(tokens), output=torch.empty_like(inputs[rank])),
     )
-    # Long before the deadline.
+    # The call ends long before the deadline.
     assert time.monotonic() - start < 30
     for rank in range(ranks):
         kind, finder, peer, epoch = group.fault(rank)

@@ -26,7 +26,7 @@ def two() -> Iterator[Crew]:
 
 
 class Backend:
-    """As flashinfer's TorchDistBackend."""
+    """A stand-in for flashinfer's TorchDistBackend."""
 
     def Get_size(self) -> int:
         return dist.get_world_size()
@@ -41,7 +41,7 @@ class Backend:
 
 
 def drawn(seed: int, world: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What each rank gives, the residual and gamma."""
+    """Returns each rank's input, the residual and gamma."""
     rng = torch.Generator().manual_seed(seed)
     return torch.randn(world, T, H, generator=rng), torch.randn(T, H, generator=rng), torch.rand(H, generator=rng)
 
@@ -52,10 +52,10 @@ def normed(mine: list[torch.Tensor], residual: torch.Tensor, gamma: torch.Tensor
 
 
 def by_ways(me: Rank, way: str, seed: int) -> list[str]:
-    """Two workspaces of this way, called in turn; what is wrong."""
+    """Makes two workspaces in this way and calls them in turn. Returns what is wrong."""
     arguments: dict[str, Any] = {"max_token_num": T, "hidden_dim": H, "dtype": torch.float32, "device": "cpu"}
     if way == "store":
-        # A group like NCCL's: it has a backend for CUDA tensors alone.
+        # The group is like NCCL's: it has a backend for CUDA tensors alone.
         group = dist.new_group([0, 1], backend="cuda:gloo")
         arguments["group"] = group
     else:
@@ -146,7 +146,7 @@ def test_older_names_refuse() -> None:
 
 
 def on_world(me: Rank, seed: int) -> list[str]:
-    """Workspaces of flashinfer's callers who name no group: WORLD, of all ranks."""
+    """Makes workspaces as flashinfer's callers do who name no group: WORLD, of all ranks."""
     make = oxmoe.trtllm_create_ipc_workspace_for_all_reduce_fusion
     spaces = [
         oxmoe.TRTLLMAllReduceFusionWorkspace(me.world, me.rank, T, H, torch.float32),

@@ -1,4 +1,4 @@
-"""How ranks hand each other their memory, with strangers about: who is taken for a rank, and who is not."""
+"""How ranks hand each other their memory while strangers connect: who is taken for a rank, and who is not."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ from peer_rank import Memory
 from ranks import raised
 
 NOBODY = 65534
+CLOSER = "oxmoe all-reduce closer"
 STRANGER = Path(__file__).parents[1] / "support" / "stranger.py"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's process: needs a suite that runs as root")
 users = pytest.mark.parametrize("uid", [pytest.param(NOBODY, marks=as_root), os.geteuid()], ids=["other", "same"])
 
 
 class Group:
-    """An exchange of threads that a rank which failed leaves with everybody else's knowledge."""
+    """An exchange between threads. A rank that failed leaves it with the knowledge of all others."""
 
     def __init__(self, size: int, between: Callable[[list[str]], None] = lambda texts: None) -> None:
         self.size, self.between = size, between
@@ -42,7 +43,7 @@ class Group:
         self.barrier = threading.Barrier(size, action=self._met)
 
     def _met(self) -> None:
-        # Mailboxes are open, and no rank has gone on.
+        # At this point mailboxes are open, and no rank has gone on.
         self.rounds += 1
         if self.rounds == 1:
             self.between([text for _, text in self.parts])
@@ -69,7 +70,7 @@ def meet(
     seconds: float = 30,
     kind: type[Memory] = Memory,
 ) -> list[Any]:
-    """Of every rank what its memory has seen, or what it raised. between: runs when all names are known."""
+    """Returns for every rank what its memory has seen, or what it raised. between: runs when all names are known."""
     group = Group(size, between)
 
     def one(rank: int) -> Any:
@@ -102,9 +103,9 @@ def nothing_is_left_open() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stranger(uid: int, mode: str, seconds: float = 0) -> Iterator[str]:
-    """A stranger at work; its first line."""
+    """Starts a stranger, and yields its first line."""
     command = [sys.executable, str(STRANGER), str(uid), mode, "a stranger's", str(seconds)]
-    # A group of its own: a flood has two processes.
+    # The stranger has a group of its own, because a flood has two processes.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
@@ -156,14 +157,14 @@ def test_a_flood_of_strangers(uid: int, mode: str) -> None:
 
 @users
 def test_a_flood_ends_with_the_deadline(uid: int) -> None:
-    """A rank that never comes, while strangers do."""
+    """A rank never comes, while strangers do."""
     with contextlib.ExitStack() as strangers:
 
         def exchange(error: Exception | None, text: str) -> list[str]:
             if error is not None:
                 raise error
             strangers.enter_context(stranger(uid, "flood", 60))
-            # Rank 1's mailbox is there, and nobody looks after it.
+            # Rank 1's mailbox exists, and nobody looks after it.
             return [text, absent.card.text()]
 
         from oxmoe.allreduce.mailbox import Mailbox
@@ -178,6 +179,34 @@ def test_a_flood_ends_with_the_deadline(uid: int) -> None:
     assert took < 10
 
 
+@users
+@pytest.mark.parametrize("comes", [True, False], ids=["rank", "no rank"])
+def test_sockets_whose_close_waits(uid: int, comes: bool) -> None:
+    """A stranger's descriptors, each of which takes 20 seconds to close, do not hold up a start or its deadline."""
+    with contextlib.ExitStack() as strangers:
+
+        class Late(Memory):
+            def descriptor(self) -> int:
+                # A rank that does not come.
+                if not comes and self.text == "rank 1":
+                    raise OSError("no descriptor")
+                return super().descriptor()
+
+        started = time.monotonic()
+        between = lambda _: strangers.enter_context(stranger(uid, "linger", 20))  # noqa: E731
+        results = meet(2, between, seconds=5, kind=Late)
+        took = time.monotonic() - started
+    assert took < 10
+    if comes:
+        assert results == right(2)
+    else:
+        assert any(isinstance(result, TimeoutError) for result in results), results
+    # The sockets' peer is gone, so they are closed now.
+    end = time.monotonic() + 10
+    while time.monotonic() < end and any(thread.name == CLOSER for thread in threading.enumerate()):
+        time.sleep(0.05)
+
+
 # Connections of a process that has a rank's own credentials: this one.
 
 
@@ -186,7 +215,7 @@ def secret_of(text: str) -> bytes:
 
 
 def send(text: str, data: bytes, descriptors: int) -> socket.socket:
-    """A message to the mailbox of a card; the stranger's end of the connection."""
+    """Sends a message to the mailbox of a card. Returns the stranger's end of the connection."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(f"\0oxmoe-{text.split()[1]}")
     memory = os.memfd_create("stranger")
@@ -197,6 +226,15 @@ def send(text: str, data: bytes, descriptors: int) -> socket.socket:
     finally:
         os.close(memory)
     return connection
+
+
+def answer(connection: socket.socket) -> bytes:
+    """What a mailbox said. A connection that was closed with its message unread is reset."""
+    with connection:
+        try:
+            return connection.recv(16)
+        except ConnectionResetError:
+            return b""
 
 
 def message(secret: bytes, rank: int) -> bytes:
@@ -243,30 +281,27 @@ def test_messages_that_do_not_fit(wrong: str) -> None:
 
     assert meet(2, between) == right(2)
     # It was closed and nothing was said.
-    assert held[0].recv(16) == b""
-    held[0].close()
+    assert answer(held[0]) == b""
 
 
 def test_a_rank_comes_once() -> None:
     held: list[socket.socket] = []
 
     def between(texts: list[str]) -> None:
-        # With the right secret: what comes first counts, as only the group can have sent it.
+        # The message has the right secret, so the first one counts: only the group can have sent it.
         for _ in range(3):
             held.append(send(texts[0], message(secret_of(texts[0]), 1), 1))
 
     results = meet(3, between, seconds=4)
-    answers = [connection.recv(16) for connection in held]
-    for connection in held:
-        connection.close()
+    answers = [answer(connection) for connection in held]
     assert sorted(answers) == [b"", b"", b"\1"], answers
-    # The rank itself was not taken again: it waits to its end, and everybody hears so.
+    # The rank itself was not taken again: it waits to its end, and all ranks hear of it.
     assert all(isinstance(result, Exception) for result in results)
     assert any(isinstance(result, TimeoutError) and "to take its own" in str(result) for result in results)
 
 
 def test_connections_that_say_nothing() -> None:
-    """With a rank's own credentials, and more of them than a mailbox keeps."""
+    """The connections have a rank's own credentials, and there are more of them than a mailbox keeps."""
     held = []
 
     def between(texts: list[str]) -> None:
@@ -340,7 +375,7 @@ def test_cards_that_are_none(change: str) -> None:
 
     kind, text = raised(lambda: share(lambda: Memory("rank 0"), exchange, 0, time.monotonic() + 10))
     assert kind == "RuntimeError" and text.startswith("rank 1 told the group of no mailbox"), (kind, text)
-    # What may be a secret is in no error.
+    # No error contains text that may be a secret.
     assert not re.search("[0-9a-fA-F]{32}", text)
 
 
@@ -378,10 +413,10 @@ def test_whose_credentials_fit() -> None:
     assert fits(1000, 20)
     assert not fits(1001, 20) and not fits(NOBODY, 20) and not fits(0, 20)
     assert not fits(1000, 21) and not fits(1000, 0) and not fits(1000, 10)
-    # A rank in another container: its pid is another one here, or none. Its user still counts.
+    # A rank in another container has another pid here, or none. Its user still counts.
     assert fits(1000, 4711, pid_namespace=9) and fits(1000, 0, pid_namespace=9) and fits(1000, 0, pid_namespace=0)
     assert not fits(1001, 4711, pid_namespace=9)
-    # And in another namespace of users its pid does.
+    # A rank in another namespace of users is told by its pid.
     assert fits(NOBODY, 20, user_namespace=9) and not fits(NOBODY, 21, user_namespace=9)
 
 

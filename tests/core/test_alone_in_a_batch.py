@@ -1,4 +1,4 @@
-"""A token's result has the same bits alone and among others, with every format as it is by default."""
+"""A token's result has the same bits alone and among others, with every format and its default options."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def experts(format: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeigh
 
 
 def tokens(format: str, device: str, rng: torch.Generator) -> Tensor:
-    """Tokens of very different sizes: the largest is seen, too."""
+    """Returns tokens of very different sizes, so that the largest one shows in a shared scale."""
     x = torch.randn((TOKENS, SHAPE.hidden), generator=rng)
     x *= torch.exp2(torch.randint(-3, 4, (TOKENS, 1), generator=rng).float())
     x[17] *= 64
@@ -84,9 +84,9 @@ def test_a_row_alone(device: str, format: str, routing: str, rng: torch.Generato
 
 
 def test_one_scale_for_a_call_is_asked_for(device: str, rng: torch.Generator) -> None:
-    """per_token=False: rows depend on each other, as in SGLang's own kernels."""
+    """With per_token=False rows depend on each other, as in SGLang's own kernels."""
     layer, x = make_fp8_tensor(SHAPE, device, rng), tokens("fp8_tensor", device, rng)
-    x[17] *= 3.0  # The largest number of the call, and with it the scale, is this row's.
+    x[17] *= 3.0  # This row has the largest number of the call, and so decides the scale.
     routing = tuple(part.to(device) for part in make_routing("uniform", TOKENS, SHAPE.experts, SHAPE.top_k, rng))
     scaled = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, per_token=False, **layer.options)
     own = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, **layer.options)
@@ -99,7 +99,8 @@ def test_one_scale_for_a_call_is_asked_for(device: str, rng: torch.Generator) ->
 
 @pytest.mark.parametrize("per_channel", [False, True])
 def test_fused_experts(device: str, per_channel: bool, rng: torch.Generator) -> None:
-    """SGLang's call without scales of activations: each token has its own with and without per_channel_quant."""
+    """Without scales of activations, SGLang's call gives each token a scale of its own, with and without
+    per_channel_quant."""
     layer: Any = make_fp8_tensor(SHAPE, device, rng, of_rows=per_channel)
     x = tokens("fp8_tensor", device, rng)
     routing = tuple(part.to(device) for part in make_routing("uniform", TOKENS, SHAPE.experts, SHAPE.top_k, rng))

@@ -20,7 +20,7 @@ FACE = "oxmoe"
 # modules of its own room and of lower ones.
 PYTHON_ROOMS: Rooms = (
     ("oxmoe._oxmoe",),
-    ("oxmoe.tracing", "oxmoe.operands", "oxmoe.hopper", "oxmoe.reference", "oxmoe.testing"),
+    ("oxmoe.tracing", "oxmoe.deprecation", "oxmoe.operands", "oxmoe.hopper", "oxmoe.reference", "oxmoe.testing"),
     ("oxmoe.profiling",),
     ("oxmoe.weights", "oxmoe.ops", "oxmoe.ops_rows"),
     ("oxmoe.functions",),
@@ -35,16 +35,17 @@ PYTHON_ROOMS: Rooms = (
     ("oxmoe.__main__",),
 )
 RUST_ROOMS: Rooms = (
-    ("error",),
+    ("error", "platform"),
     ("dlpack", "fork", "parallel", "params", "python", "sizes", "variants", "workspace"),
     ("device", "tensor", "tma"),
     ("kernel",),
     ("counters", "stats"),
-    # Rows of formats, their numbers, and conversions on slices. Of the CPU's side: what these are written in.
+    # Rows of formats, their numbers, and conversions on slices, with the parts of the CPU backend that they are written
+    # in.
     ("quant", "cpu::narrow", "cpu::element", "cpu::instructions"),
     ("desc",),
     ("cpu",),
-    # The borders of quant, which choose between the loops of `cpu` and kernels.
+    # The calls of quant, which choose between the loops of `cpu` and kernels.
     (
         *("quant::ops", "quant::fp8_ops", "quant::layout_ops", "quant::mxfp8_ops", "quant::nvfp4_ops"),
         *("quant::packed_ops", "quant::row_ops"),
@@ -52,7 +53,7 @@ RUST_ROOMS: Rooms = (
     ("moe", "dense", "allreduce"),
     ("lib",),
 )
-# Arrows that run back today. The list may only shrink.
+# Arrows that run backward today. The list may only shrink.
 PYTHON_EXCEPTIONS = {
     ("oxmoe", "oxmoe.sglang"),  # for type checkers; it is loaded when it is first used
 }
@@ -60,7 +61,7 @@ RUST_EXCEPTIONS: set[tuple[str, str]] = set()
 
 
 def python_sources() -> dict[str, str]:
-    """Module name and text of every file of the package."""
+    """Returns module name and text of every file of the package."""
     folder, sources = ROOT / "python", {"oxmoe._oxmoe": ""}
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -69,7 +70,8 @@ def python_sources() -> dict[str, str]:
 
 
 def python_imports(text: str, module: str) -> Iterator[str]:
-    """Dotted names that a module imports, also inside functions, for type checkers and with import_module("...")."""
+    """Yields dotted names that a module imports, also inside functions, for type checkers and with
+    import_module("...")."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -81,7 +83,7 @@ def python_imports(text: str, module: str) -> Iterator[str]:
 
 
 def rust_sources() -> dict[str, str]:
-    """Module path and text of every file of the crate, without comments and tests."""
+    """Returns module path and text of every file of the crate, without comments and tests."""
     folder, sources = ROOT / "src", {}
     for path in folder.rglob("*.rs"):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -92,7 +94,7 @@ def rust_sources() -> dict[str, str]:
 
 
 def leaves(tree: str) -> Iterator[str]:
-    """The paths of a `use` tree: a::b and a::c::d of a::{b, c::d}."""
+    """Yields the paths of a `use` tree: a::b and a::c::d for a::{b, c::d}."""
     head, brace, rest = tree.partition("{")
     if not brace:
         yield tree.partition(" as ")[0].strip()
@@ -108,7 +110,7 @@ def leaves(tree: str) -> Iterator[str]:
 
 
 def rust_imports(text: str, module: str) -> Iterator[str]:
-    """Paths from the crate's root that a module names: with crate::, super:: and, of its own children, without."""
+    """Yields paths from the crate's root that a module names: with crate::, super::, or bare for its own children."""
     parent = module.rpartition("::")[0]
     for start, tree in re.findall(r"\b(crate|super)::((?:\w+::)*(?:\w+|\{[^;]*\}(?=;)))", text):
         above = f"{parent}::" if start == "super" and parent else ""
@@ -118,14 +120,14 @@ def rust_imports(text: str, module: str) -> Iterator[str]:
 
 
 def longest(path: str, names: Mapping[str, object] | set[str], between: str) -> str | None:
-    """The longest of these names that the path begins with."""
+    """Returns the longest of these names that the path begins with."""
     parts = path.split(between)
     prefixes = (between.join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((prefix for prefix in prefixes if prefix in names), None)
 
 
 def arrows(sources: Mapping[str, str], imports: Callable[[str, str], Iterator[str]], between: str) -> Arrows:
-    """Module -> the modules that it imports."""
+    """Returns module -> the modules that it imports."""
     found = {
         module: {longest(name, sources, between) for name in imports(text, module)} for module, text in sources.items()
     }
@@ -133,7 +135,7 @@ def arrows(sources: Mapping[str, str], imports: Callable[[str, str], Iterator[st
 
 
 def backward(graph: Arrows, rooms: Rooms, between: str) -> set[tuple[str, str]]:
-    """The arrows to a higher room."""
+    """Returns the arrows to a higher room."""
     height = {name: number for number, room in enumerate(rooms) for name in room}
     room_of = {module: longest(module, height, between) for module in graph}
     # The package's own name is a prefix of every module's, and is the room of its __init__.py alone.
@@ -148,7 +150,7 @@ def backward(graph: Arrows, rooms: Rooms, between: str) -> set[tuple[str, str]]:
 
 
 def circle(graph: Arrows) -> list[str]:
-    """Modules each of which imports the next, and the last the first; empty where there are none."""
+    """Returns modules each of which imports the next, and the last the first; an empty list if there are none."""
     done: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -225,7 +227,7 @@ def test_tests_import_helpers_and_their_own_room() -> None:
 
 
 def test_the_folder_of_rooms_is_not_on_the_path() -> None:
-    """There `sglang` would be a package for whoever asks whether SGLang is installed."""
+    """On the path, `sglang` would be a package for code that asks whether SGLang is installed."""
     assert str(ROOT / "tests") not in sys.path
 
 

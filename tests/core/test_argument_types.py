@@ -64,7 +64,7 @@ def packed() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def operands() -> SimpleNamespace:
-    """All-reduce, residual and norm."""
+    """Returns the operands of an all-reduce with residual and norm."""
     x = plain(T, H)
     outputs = {"residual_out": x.clone(), "norm_out": x.clone()}
     given = {"input": x, "pattern": 1, "residual_in": x, "rms_gamma": plain(H), "rms_eps": 1e-6, "weight_bias": 0.0}
@@ -248,7 +248,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Any]]]] = {
         lambda: {"operands": operands(), "messages": [plain(T, H), plain(T, H)]},
     ),
 }
-# `operands` may be any object, and its attributes are read.
+# `operands` may be any object: its attributes are read.
 NOT_READ = {
     "allreduce_finish": {"operands"},
 }
@@ -279,7 +279,7 @@ def test_right_call(name: str) -> None:
 @pytest.mark.parametrize(("name", "argument"), ARGUMENTS)
 def test_wrong_type(name: str, argument: str) -> None:
     function, arguments = CALLS[name]
-    # What a call does not take is refused whatever it is.
+    # A call refuses an argument of a type that it does not take, whatever the value is.
     with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
         function(**{**arguments(), argument: object()})
     assert argument in str(raised.value), str(raised.value)

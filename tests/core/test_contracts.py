@@ -54,7 +54,7 @@ def other_dtype(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """Equal values, not contiguous."""
+    """Returns equal values that are not contiguous."""
     wide = torch.stack([tensor, tensor], dim=-1)
     return wide[..., 0]
 
@@ -160,7 +160,7 @@ def test_workspace(right: Call) -> None:
 
 
 def test_overlaps(right: Call) -> None:
-    """out may be x itself, and nothing else may share memory with what is written."""
+    """out may be x itself. No other operand may share memory with an output."""
     x = right.options["x"]
     both = torch.cat([x, x])
     right.refuse(ValueError, r"^out: .*overlap", x=both[:TOKENS], out=both[2 : TOKENS + 2])
@@ -301,15 +301,15 @@ def test_topk(device: str) -> None:
         oxmoe.topk(logits, 3, topk_weights=weights)
     with pytest.raises(ValueError, match=r"^topk_ids: expected dtype int32, got int64"):
         oxmoe.topk(logits, 2, topk_ids=ids.long())
-    wide = torch.zeros((1, 513), device=device)
-    with pytest.raises(NotImplementedError, match=r"512"):
+    wide = torch.zeros((1, 1025), device=device)
+    with pytest.raises(NotImplementedError, match=r"^router_logits: 1025 experts; supported: 1 to 1024$"):
         oxmoe.topk(wide, 2)
     with pytest.raises(NotImplementedError, match=r"32"):
-        oxmoe.topk(wide[:, :512].contiguous(), 33)
+        oxmoe.topk(wide[:, :1024].contiguous(), 33)
 
 
 def test_more_tokens_than_kernels_count() -> None:
-    """Nothing touches the memory: the sizes alone are refused."""
+    """Nothing reads the memory: the sizes alone are refused."""
     try:
         logits = torch.empty((2**31, 1), dtype=torch.bfloat16)
         ids = torch.empty((2**30, 1), dtype=torch.int32)
@@ -332,6 +332,10 @@ def test_sort_and_routing(device: str) -> None:
         oxmoe.sort_by_expert(ids[0], 4)
     with pytest.raises(ValueError, match=r"^num_experts: "):
         oxmoe.sort_by_expert(ids, 0)
+    with pytest.raises(ValueError, match=r"^num_experts: expected 1 to 1024 .*got 1025"):
+        oxmoe.sort_by_expert(ids, 1025)
+    with pytest.raises(ValueError, match=r"^num_experts: expected 1 to 512 .*got 513"):
+        routing_tables(torch.zeros((4, 2), device=device), ids, 513)
     logits = torch.zeros((4, 16), device=device)
     with pytest.raises(ValueError, match=r"^simulated_ep: .*16.*3"):
         oxmoe.routing(logits, 2, simulated_ep=3)

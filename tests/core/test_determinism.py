@@ -1,4 +1,4 @@
-"""The same bits every run, and for a row whatever the batch around it."""
+"""An input has the same bits in every run, and a row has the same bits in every batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def starts(tokens: int, batch: int) -> set[int]:
 def check_batches(
     layer: Layer | Blocks | Mxfp8 | Fp8 | Fp8Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
 ) -> None:
-    """Rows of the largest batch, run in smaller batches at other places and among other rows."""
+    """Compares rows of the largest batch with the same rows in smaller batches, at other places and among other
+    rows."""
     weights = layer.weights()
     whole = oxmoe.moe(x, weights, topk_weights, topk_ids)
     tokens = x.shape[0]
@@ -67,14 +68,14 @@ def operands(
 def check_runs(
     layer: Layer | Blocks | Mxfp8 | Fp8 | Fp8Tensor, x: Tensor, topk_weights: Tensor, topk_ids: Tensor
 ) -> None:
-    """Whatever lies in the workspace, and with weights made again."""
+    """Compares runs on workspaces with different contents, and with weights made again."""
     weights = layer.weights()
     first = oxmoe.moe(x, weights, topk_weights, topk_ids)
     size = oxmoe.workspace_bytes(weights, *topk_ids.shape)
     for fill in (0x00, 0x55, 0xFF):
         workspace = make_workspace(size, x.device).fill_(fill)
         assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
-        # A second run on what the first left behind.
+        # A second run uses what the first one left in the workspace.
         assert same_bits(oxmoe.moe(x, weights, topk_weights, topk_ids, workspace=workspace), first)
     assert same_bits(oxmoe.moe(x, layer.weights(), topk_weights, topk_ids), first)
 
@@ -114,7 +115,7 @@ def mxfp4_operands(
 @pytest.mark.parametrize("hidden_size", [160, 150])
 @pytest.mark.parametrize("pattern", ["uniform", "skewed", "one_expert", "holes"])
 def test_mxfp4(pattern: str, hidden_size: int, device: str, rng: torch.Generator) -> None:
-    """150: the portable kernel, on every GPU. Batches on a GPU fall into every tile."""
+    """A hidden size of 150 takes the portable kernel on every GPU. Batches on a GPU fall into every tile."""
     shape = SMALL.with_options(**GPT_OSS, hidden_size=hidden_size)
     check_batches(*mxfp4_operands(shape, device, pattern, 64 if device == "cpu" else 4096, rng))
     for tokens in (1, 7, 61) if device == "cpu" else (1, 7, 61, 150, 700):
@@ -151,7 +152,7 @@ def test_fp8(scales: str, pattern: str, device: str, rng: torch.Generator) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden,intermediate", [(96, 1696), (3264, 96)])
 def test_mxfp4_with_many_experts(hidden: int, intermediate: int, rng: torch.Generator) -> None:
-    """On Hopper, units of 64 rows for few tokens and of 128 for more."""
+    """On Hopper few tokens have units of 64 rows and more tokens have units of 128."""
     check_batches(*mxfp4_operands(Shape("many", 64, 4, hidden, intermediate), "cuda", "uniform", 1024, rng))
 
 
@@ -171,7 +172,7 @@ def test_models(shape: Shape, dtype: torch.dtype, pattern: str, rng: torch.Gener
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*MODELS.values(), *OTHER_MODELS.values()], ids=lambda shape: shape.name)
 def test_models_from_router_logits(shape: Shape, rng: torch.Generator) -> None:
-    """A row has one result: chosen in the layer or before it, in every batch."""
+    """A row has one result in every batch, whether its experts are chosen in the layer or before it."""
     dtype = torch.bfloat16
     layer, x = make_layer(shape, dtype, "cuda", rng), make_x(4096, shape, dtype, "cuda", rng)
     logits = tie_free_logits(4096, shape.experts, rng).cuda()
@@ -206,7 +207,8 @@ def test_router_logits_rows(place: Place, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_few_rows_from_router_logits_on_any_workspace(place: Place, scoring: str, rng: torch.Generator) -> None:
-    """Whatever a workspace holds, call after call; with experts that are elsewhere, and with padded tokens."""
+    """The result does not depend on what a workspace holds, call after call; also with experts of other ranks, and with
+    padded tokens."""
     device, dtype = place
     layer, x = make_layer(SMALL, dtype, device, rng), make_x(8, SMALL, dtype, device, rng)
     logits = tie_free_logits(8, 2 * SMALL.experts, rng).to(device)
@@ -224,7 +226,7 @@ def test_few_rows_from_router_logits_on_any_workspace(place: Place, scoring: str
 
 
 def test_few_rows_that_are_no_numbers(place: Place, rng: torch.Generator) -> None:
-    """Whatever the bits of NaN and infinity in x, and wherever they lead."""
+    """The result does not depend on the bits of NaN and infinity in x, wherever they lead."""
     device, dtype = place
     layer, x = make_layer(SMALL, dtype, device, rng), make_x(4, SMALL, dtype, device, rng)
     logits = tie_free_logits(4, SMALL.experts, rng).to(device)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import oxmoe._oxmoe as extension
-from dlpack_liar import BYTES, HONEST, ROUTES, TABLES, USES, lies
+from dlpack_liar import BYTES, HONEST, INTERFACES, ROUTES, TABLES, USES, lies
 
 LIAR = Path(__file__).parents[1] / "support" / "dlpack_liar.py"
 # (type of the error, its text, capsules that were made and not freed)
@@ -24,10 +24,10 @@ Outcome = tuple[str, str, int]
 
 @functools.cache
 def outcomes(use: str, route: str) -> dict[str, Outcome]:
-    """What came of every lie; a new process goes on behind one that ended the process."""
+    """Returns the outcome of every lie. If a lie ends the process, a new process goes on behind it."""
     results: dict[str, Outcome] = {}
     paths = [str(Path(extension.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    # One thread: a pool's threads would go on reading where the process is ending.
+    # The pool has one thread: more threads would go on reading while the process ends.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
     behind: list[str] = []
     while True:
@@ -47,14 +47,14 @@ def outcomes(use: str, route: str) -> dict[str, Outcome]:
 
 
 def everything(use: str, route: str) -> list[str]:
-    special = {"fp8": list(BYTES), "tables": TABLES}
+    special = {"fp8": list(BYTES), "tables": TABLES, "interfaces": list(INTERFACES)}
     return special[use] if use in special else [*HONEST, *lies(route)]
 
 
 def check(outcome: Outcome, operand: str) -> None:
     kind, text, left = outcome
     assert kind in ("ValueError", "NotImplementedError"), (kind, text)
-    # Another operand may come first where the two are on different devices.
+    # The error may name another operand first if the two are on different devices.
     named = text.startswith(f"{operand}: ") or f"but {operand} is on" in text
     assert named and "\n" not in text and "internal error" not in text, text
     assert left == 0, f"{left} tensors were never given back"
@@ -77,7 +77,7 @@ def test_what_is_true_is_taken(use: str, route: str) -> None:
 )
 def test_lies(use: str, route: str, lie: str) -> None:
     outcome = outcomes(use, route)[lie]
-    # A capsule of a name that says "taken" is freed by whom it was taken by.
+    # A capsule whose name says "taken" is freed by its taker.
     check((*outcome[:2], 0) if "capsule" in lie else outcome, USES[use][0])
 
 
@@ -89,6 +89,54 @@ def test_types_whose_bits_only_multiply_to_a_byte(name: str) -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_that_are_none(name: str) -> None:
     kind, text, left = outcomes("tables", "table")[name]
-    # Where there is no table the capsule of the same object may be read in its place.
+    # If there is no table, the capsule of the same object may be read in its place.
     assert kind == "nothing" or (kind == "ValueError" and text.startswith("router_logits: ")), (kind, text)
     assert left == 0 or name == "another capsule"
+
+
+@pytest.mark.parametrize("name", INTERFACES)
+def test_array_interfaces_with_another_number_of_strides(name: str) -> None:
+    check(outcomes("interfaces", "capsule")[name], "router_logits")
+
+
+FIRST_CALLS = {
+    # A type whose own code runs while it is looked at.
+    "a type that calls oxmoe": """
+class Meta(type):
+    @property
+    def __dlpack_c_exchange_api__(cls):
+        inner.append(oxmoe.topk(np.eye(4, 16, dtype=np.float32), 2)[1].tolist())
+
+class Array(metaclass=Meta):
+    def __dlpack__(self, **_):
+        return np.eye(4, 16, dtype=np.float32).__dlpack__()
+
+outer = oxmoe.topk(Array(), 2)[1].tolist()
+""",
+    # A mode of torch's that sees the tensors by which the extension finds the fields of a storage.
+    "a mode that calls oxmoe": """
+import torch
+from torch.overrides import TorchFunctionMode
+
+class Mode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.empty and not busy:
+            busy.append(1)
+            inner.append(oxmoe.topk(torch.eye(4, 16), 2)[1].tolist())
+        return function(*args, **(kwargs or {}))
+
+busy = []
+with Mode():
+    outer = oxmoe.topk(torch.eye(4, 16), 2)[1].tolist()
+""",
+}
+
+
+@pytest.mark.parametrize("name", FIRST_CALLS)
+def test_a_first_call_inside_the_first_call(name: str) -> None:
+    """What a process finds out once is found while somebody else's code runs, which may call oxmoe, too."""
+    program = "import numpy as np, oxmoe\ninner = []" + FIRST_CALLS[name] + "assert inner and outer == inner[0], inner"
+    paths = [str(Path(extension.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

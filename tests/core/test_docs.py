@@ -1,4 +1,4 @@
-"""What README and docs say is there: links, files, names, messages, limits, and examples that run."""
+"""README and docs tell the truth: links, files, names, messages, limits, and examples that run."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import pytest
 
 import oxmoe
 from oxmoe import __main__
+from oxmoe.sglang import capabilities
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
 DOCS = ROOT / "docs"
@@ -33,7 +34,7 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.re
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """Returns a page without its blocks of code."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
 
 
@@ -43,7 +44,7 @@ def links(page: Path) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings where GitHub and mkdocs agree on them."""
+    """Returns the anchors of a page's headings, as far as GitHub and mkdocs agree on them."""
     found = set()
     for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.M):
         text = unicodedata.normalize("NFKD", heading.replace("`", "")).encode("ascii", "ignore").decode()
@@ -59,6 +60,9 @@ def test_links(page: Path) -> None:
     for target in links(page):
         name, _, anchor = target.partition("#")
         file = page.parent / name if name else page
+        # README's badges: GitHub shows a workflow beside the folder of the branch that a page is in.
+        if workflow := re.fullmatch(r"\.\./\.\./actions/workflows/(\w+\.yml)(/badge\.svg\?branch=main)?", name):
+            file = ROOT / ".github" / "workflows" / workflow[1]
         if not file.is_file() or (anchor and anchor not in anchors(file)):
             missing.append(target)
     assert not missing, missing
@@ -66,7 +70,7 @@ def test_links(page: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
 def test_links_of_docs_stay_there(page: Path) -> None:
-    """The built site has nothing but docs."""
+    """Links of docs stay inside docs, because the built site has no other pages."""
     outside = [target for target in links(page) if not (page.parent / target).resolve().is_relative_to(DOCS.resolve())]
     assert not outside, outside
 
@@ -92,14 +96,14 @@ def test_pages_that_sources_name() -> None:
 
 
 def place(name: str) -> Path:
-    """A file that pages name: a path, or the bare name of a test's file."""
+    """Returns a file that pages name by its path, or by the bare name of a test's file."""
     found = [ROOT / name] if "/" in name else [*(ROOT / "tests").rglob(name), ROOT / name]
     return next((path for path in found if path.is_file()), ROOT / name)
 
 
 @every_page
 def test_files_that_are_named(page: Path) -> None:
-    """Paths from the repository's root, and tests by their bare names."""
+    """Pages name files by paths from the repository's root, and tests by their bare names."""
     folders = r"\b((?:python/oxmoe|src|tests|benches)/[\w./-]*\.(?:py|pyi|rs|cuh|c|sh|txt))\b"
     text = page.read_text(encoding="utf-8")
     named = re.findall(folders, text) + re.findall(r"`(test_\w+\.py)`", text)
@@ -122,6 +126,39 @@ def test_nobody_is_told_to_install_from_pypi() -> None:
     assert not told, told
 
 
+# Requirements
+
+
+def test_floors() -> None:
+    """Pages that name a floor have the one that the build and SGLang's capabilities have."""
+    manifest, project, workflow = (
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("Cargo.toml", "pyproject.toml", ".github/workflows/build.yml")
+    )
+    python = re.findall(r'^requires-python = ">=([\d.]+)"$', project, re.M)
+    rust = re.findall(r'^rust-version = "([\d.]+)"$', manifest, re.M)
+    glibc = re.findall(r'^ +manylinux: "(2_\d+)"$', workflow, re.M)
+    assert len(python) == len(rust) == len(glibc) == 1
+    assert f"abi3-py{python[0].replace('.', '')}" in project
+    cells = {cells[0]: cells[1] for cells in rows(DOCS / "policy.md") if len(cells) == 3}
+    assert cells["Python"].startswith(f"{python[0]}. ") and f"`cp{python[0].replace('.', '')}-abi3`" in cells["Python"]
+    assert cells["Rust, to build"] == rust[0]
+    assert f"`manylinux_{glibc[0]}`" in cells["system"]
+    assert cells["SGLang"].startswith(f"{capabilities.FIRST}; the newest that is tested is {capabilities.LAST} (")
+    needed = {cells[0]: cells[1] for cells in rows(DOCS / "start.md")}
+    assert needed["Python"].startswith(f"{python[0]} or newer;") and needed["to build"].startswith(
+        f"Rust {rust[0]} or "
+    )
+    assert f"manylinux_{glibc[0]}" in needed["system"]
+
+
+def test_the_image_is_of_the_newest_sglang() -> None:
+    text = (DOCS / "start.md").read_text(encoding="utf-8")
+    assert re.findall(r"lmsysorg/sglang:v([\d.]+)$", text, re.M)[0] == capabilities.LAST
+    assert set(re.findall(r"lmsysorg/sglang:v([\d.]*\d)", text)) == {capabilities.LAST}
+    assert f"SGLang {capabilities.FIRST} to {capabilities.LAST}" in text
+
+
 # Examples
 
 
@@ -134,7 +171,7 @@ WITH_EXAMPLES = [page for page in PAGES if examples(page)]
 
 @pytest.mark.parametrize("page", WITH_EXAMPLES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_examples_run(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of a page follow each other, as a reader types them, on the CPU."""
+    """The blocks of a page run one after the other, as a reader types them, on the CPU."""
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     names: dict[str, Any] = {}
@@ -147,7 +184,8 @@ def test_there_are_examples() -> None:
 
 
 def commands() -> list[str]:
-    """Arguments of `python -m oxmoe` in pages' text, but for those with a place for the reader's own."""
+    """Returns arguments of `python -m oxmoe` in pages' text, except those with a placeholder for the reader's own
+    value."""
     found = {
         " ".join(arguments.split())
         for page in PAGES
@@ -158,7 +196,7 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("arguments", commands())
 def test_commands_are_understood(arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their flags exist and take these values."""
+    """The flags of a command exist and take these values."""
     pytest.importorskip("torch")
     module = importlib.import_module(__main__.COMMANDS[arguments.split()[0]][0])
     monkeypatch.setattr(module, "run", lambda args: 0)
@@ -170,7 +208,7 @@ def test_there_are_commands() -> None:
 
 
 def test_the_example_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Qwen3-235B in fp8: what the page shows is what the command prints."""
+    """For Qwen3-235B in fp8 the page shows what the command prints."""
     config = {
         **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu"},
         **{"hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94},
@@ -199,7 +237,7 @@ def test_the_example_of_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def shown() -> list[str]:
-    """What the API reference shows."""
+    """Returns the names that the API reference shows."""
     return re.findall(r"^::: (\S+)$", (DOCS / "reference.md").read_text(encoding="utf-8"), re.M)
 
 
@@ -226,7 +264,7 @@ def test_names_of_the_reference_exist(path: str) -> None:
 
 @pytest.fixture
 def docstrings(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The extension of the API reference, which is griffe's only as far as its base class."""
+    """Loads the extension of the API reference. griffe is stubbed, because it only provides the base class."""
     monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object))
     spec = importlib.util.spec_from_file_location("oxmoe_docstrings", DOCS / "docstrings.py")
     assert spec is not None and spec.loader is not None
@@ -253,7 +291,7 @@ OF_THE_BUILD = {"OXMOE_BUILT_FROM", "OXMOE_COMPILED_ARCHS", "OXMOE_NVCC_VERSION"
 
 
 def rows(page: Path) -> Iterator[list[str]]:
-    """The cells of a page's tables, without heads."""
+    """Yields the cells of a page's tables, without heads."""
     head = True
     for line in prose(page).splitlines():
         if not line.startswith("|"):
@@ -296,7 +334,7 @@ def messages() -> list[str]:
 
 
 def plain(path: Path) -> str:
-    """A source with literals of several lines in one piece, and without the quotes' escapes."""
+    """Returns a source in which literals of several lines are one piece, without the quotes' escapes."""
     text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
     return re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
 
@@ -306,7 +344,7 @@ MESSAGES = [plain(path) for path in SOURCES if path.relative_to(ROOT).parts[0] i
 
 @pytest.mark.parametrize("message", messages())
 def test_messages_are_those_of_the_sources(message: str) -> None:
-    """Its parts, between what differs from case to case, stand in one source."""
+    """The parts of a message, between what differs from case to case, stand in one source."""
     parts = [part.strip(" .,") for part in re.split(r"\.\.\.|[;:] ", message)]
     parts = [part for part in parts if re.search(r"\w", part)]
     assert sum(map(len, parts)) >= 8, "too little to be found by"
@@ -322,19 +360,19 @@ def test_there_are_messages() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "refused"),
-    [((512, 8), (513, 8)), ((128, 32), (128, 33))],
+    [((1024, 8), (1025, 8)), ((128, 32), (128, 33))],
     ids=["experts", "top-k"],
 )
 def test_limits_of_routing(sizes: tuple[int, int], refused: tuple[int, int]) -> None:
     text = (DOCS / "limits.md").read_text(encoding="utf-8")
-    assert "| experts with router logits | 1 to 512 |" in text and "| top-k | 1 to 32," in text
+    assert "| experts with router logits | 1 to 1024 |" in text and "| top-k | 1 to 32," in text
     oxmoe.explain(*sizes, 256, 256, 1, arch="sm_90")
-    with pytest.raises((ValueError, NotImplementedError), match=str(refused[1]) if refused[1] > 32 else "513"):
+    with pytest.raises((ValueError, NotImplementedError), match=str(refused[1]) if refused[1] > 32 else "1025"):
         oxmoe.explain(*refused, 256, 256, 1, arch="sm_90")
 
 
 def multiples() -> dict[str, tuple[int, int]]:
-    """The format's name and the multiples of hidden and intermediate size that limits.md gives."""
+    """Returns format -> the multiples of hidden and intermediate size that limits.md gives."""
     found = {}
     for cells in rows(DOCS / "limits.md"):
         number = re.match(r"multiples of (\d+)", cells[1]) if len(cells) > 3 else None

@@ -22,7 +22,8 @@ NAMES = ("alpha", "beta", "limit")
 
 
 def numbers(experts: int, device: str, rng: torch.Generator) -> dict[str, Tensor]:
-    """Far enough apart that a number of another expert shows; a third of the limits leave out nothing, or all."""
+    """Returns numbers far enough apart that another expert's number shows; a third of the limits bound nothing, or
+    everything."""
     ranges = {"alpha": (0.5, 2.5), "beta": (-1.0, 1.5), "limit": (0.2, 1.5)}
     drawn = {name: torch.rand(experts, generator=rng) * (high - low) + low for name, (low, high) in ranges.items()}
     drawn["limit"][::3] = torch.inf
@@ -70,7 +71,7 @@ def test_numbers_of_experts(
 
 @pytest.mark.parametrize("chosen", [("alpha",), ("beta",), ("limit",), ("alpha", "limit")], ids=str)
 def test_some_of_the_three(place: tuple[str, torch.dtype], chosen: tuple[str, ...], rng: torch.Generator) -> None:
-    """The others are numbers of the layer."""
+    """Parameters that are not tensors are numbers of the layer."""
     drawn = numbers(SHAPE.experts, place[0], rng)
     options: dict[str, Any] = {**GPT_OSS, "limit": 0.75, **{name: drawn[name] for name in chosen}}
     check(*given(SHAPE, place, 12, rng), options)
@@ -175,7 +176,8 @@ def test_numpy() -> None:
         ({"alpha": torch.tensor([1, 1, 1, torch.nan, 1, 1])}, "alpha: expected finite numbers, got NaN for expert 3"),
         ({"limit": torch.tensor([1, 1, 0.0, 1, 1, 1])}, "limit: expected positive numbers, got 0 for expert 2"),
         ({"alpha": torch.ones(6), "activation": "gelu"}, 'alpha, beta, limit: only for activation "silu" with gated'),
-        ({"limit": torch.ones(6), "beta": torch.inf}, "alpha and beta must be finite"),
+        ({"limit": torch.ones(6), "beta": torch.inf}, "beta: expected a finite number, got inf"),
+        ({"limit": 0.0}, r"limit: expected a positive number or None \(no limit\), got 0$"),
         ({"alpha": "1"}, None),
     ],
     ids=str,

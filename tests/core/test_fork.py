@@ -1,4 +1,4 @@
-"""Calls in children of fork(): threads are not there any more, and CUDA does not work."""
+"""Calls in children of fork(), in which the parent's threads are gone and CUDA does not work."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ for thread in busy:
 
 
 def python(code: str, **environment: str) -> str:
-    """Runs it in a new process with two or more threads; its output."""
+    """Runs code in a new process with two or more threads, and returns its output."""
     settings = os.environ | {"RAYON_NUM_THREADS": "2", "OMP_NUM_THREADS": "1"} | environment
     settings["PYTHONPATH"] = os.pathsep.join(
         [str(Path(extension.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -129,7 +129,7 @@ print(threads, os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]))
 
 @pytest.mark.parametrize("used_by", ["oxmoe", "torch"])
 def test_cuda_in_a_child_is_an_error_at_once(driver: Path, tmp_path: Path, used_by: str) -> None:
-    """Where oxmoe had opened the GPU, and where the driver alone knows that the parent had used it."""
+    """The error comes if oxmoe had opened the GPU, and also if only the driver knows that the parent had used it."""
     settings = {} if used_by == "oxmoe" else {"fail": "cuInit:1:3"}
     text = execute(driver, tmp_path, "cuda_after_fork", {"opens": used_by == "oxmoe"}, **settings)
     assert text.startswith("RuntimeError: " + ("cuda:0" if used_by == "oxmoe" else "cuInit"))

@@ -20,7 +20,8 @@ PARTS, CALLS, SECONDS = 4, 20000, 60
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_calls(part: int, request: pytest.FixtureRequest) -> None:
-    """Each is right or one clear error; nothing else is written. Parts run beside each other where there are cores."""
+    """Each call is right or one clear error, and nothing else is written. Parts run beside each other if there are
+    cores."""
     each = CALLS // PARTS
     run = fuzz_api.fuzz(request.config.option.seed, each, SECONDS, first=part * each)
     assert not run.failures, "\n\n".join(run.failures)
@@ -34,7 +35,7 @@ def test_random_calls(part: int, request: pytest.FixtureRequest) -> None:
 
 
 def faulty(run: Any, outputs: tuple[str, ...] = ()) -> str | None:
-    """What the fuzzer says of a function that copies x to out."""
+    """Returns what the fuzzer says of a function that copies x to out."""
     operands = {"x": torch.arange(6.0), "out": torch.full((6,), 7.0)}
 
     def check(before: dict[str, Any], result: Any) -> None:
@@ -64,7 +65,7 @@ def test_faults_are_found() -> None:
 
 
 def test_a_call_that_ends_the_process_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """The run goes on with the next call."""
+    """After such a call the run goes on with the next one."""
     program = tmp_path / "fuzz_api_crashing.py"
     program.write_text(
         "import ctypes, fuzz_api\n"
@@ -89,7 +90,7 @@ def test_draws_depend_on_seed_and_number_alone() -> None:
 
 
 def test_memory_beside_an_output_is_watched() -> None:
-    """Bytes of the output's own storage that are not the output's."""
+    """The fuzzer watches bytes of the output's storage that are not the output's."""
     room = torch.zeros(8)
     operands = {"out": room[2:4]}
     snapshot = fuzz_api.Snapshot.of(operands)
@@ -101,7 +102,7 @@ def test_memory_beside_an_output_is_watched() -> None:
 
 
 def test_the_oracle_sees_what_a_lie_of_bytes_tells() -> None:
-    """Bytes lie anywhere: a capsule that begins one later and ends before is true."""
+    """Bytes may lie anywhere, so a capsule that begins one byte later and ends before the end tells the truth."""
     lying = fuzz_dlpack.Lying(np.arange(12, dtype=np.uint8).reshape(3, 4), random.Random(0))
     lying.lie, lying.versioned = "unaligned", False
     assert lying.seen.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]

@@ -12,7 +12,8 @@ from oxmoe import nvfp4, quantize
 
 
 def test_routing_of_no_tokens() -> None:
-    """Empty tensors have no address, of which no slice may be made (the end of the process, where that is checked)."""
+    """Empty tensors have no address, and no slice may be made of one: a build that checks this would end the
+    process."""
     data, gather, _ = oxmoe.routing(torch.zeros((0, 4)), 2)
     assert data.expt_hist.tolist() == [0, 0, 0, 0] and gather.src_indx.shape == (0,)
 
@@ -54,7 +55,7 @@ def test_complex_global_scale() -> None:
 
 
 def test_column_major_scales_of_another_package() -> None:
-    """An array that has `__dlpack__` and no shape."""
+    """The input is an array that has `__dlpack__` and no shape."""
     x = np.arange(3 * 64, dtype=np.float32).reshape(3, 64)
     options = {"column_major_scales": True, "scale_tma_aligned": True}
     results = [quantize.per_token_group_quant_fp8(given, 32, **options) for given in (x, Foreign(x))]

@@ -1,4 +1,4 @@
-"""What `help()` shows of the extension module is what its stub says, and names nothing that is not there."""
+"""`help()` shows what the stub of the extension module says, and names nothing that does not exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STUB = Path(__file__).parents[2] / "python" / "oxmoe" / "_oxmoe.pyi"
 
 
 def documented(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """(name, docstring) of every public function, class, method and property of the stub."""
+    """Yields (name, docstring) of every public function, class, method and property of the stub."""
     for item in node.body:
         if isinstance(item, (ast.FunctionDef, ast.ClassDef)) and not item.name.startswith("_"):
             yield prefix + item.name, ast.get_docstring(item)
@@ -29,7 +29,7 @@ def documented(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tu
 
 
 def public(owner: Any, prefix: str = "") -> Iterator[str]:
-    """The same names of the module."""
+    """Yields the names of the module that `documented` would yield of the stub."""
     for name, value in vars(owner).items():
         if not name.startswith("_"):
             yield prefix + name
@@ -60,7 +60,7 @@ def test_docstring(name: str) -> None:
 
 
 def test_a_stub_without_comments_of_its_own() -> None:
-    """What a parameter is stands in the docstring, which help() shows; a comment in the stub it would not show."""
+    """A parameter is described in the docstring, which help() shows. help() would not show a comment in the stub."""
     assert not [line for line in STUB.read_text(encoding="utf-8").splitlines() if re.search(r"(^|\s)# ", line)]
 
 

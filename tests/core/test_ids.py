@@ -35,7 +35,8 @@ def drawn(rng: torch.Generator, device: str = "cpu", dtype: torch.dtype = torch.
 
 
 def calls(rng: torch.Generator, dtype: torch.dtype) -> tuple[dict[str, Callable[[Tensor], Any]], Tensor, list[Tensor]]:
-    """By name: a function of ids; ids that each takes; the tensors that keep their bytes where a call is an error."""
+    """Returns functions of ids by name, ids that each takes, and the tensors that keep their bytes if a call is an
+    error."""
     layer, x, weights, ids = drawn(rng, dtype=dtype)
     experts, out = layer.weights(), torch.full_like(x, 7)
     workspace = torch.full((oxmoe.workspace_bytes(experts, T, K),), 7, dtype=torch.uint8)
@@ -74,7 +75,7 @@ NAMES = (
 @pytest.mark.parametrize("wrong", [E, -2, 200, 1 << 30, 1 << 40])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_id_of_no_expert(name: str, wrong: int, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """ValueError with token, slot and id; nothing is written."""
+    """The call raises ValueError with token, slot and id, and writes nothing."""
     if (wrong == 1 << 40 and dtype == torch.int32) or (name == "trtllm" and wrong > 200):
         pytest.skip("no such number in this type")
     found, ids, written = calls(rng, dtype)
@@ -97,7 +98,7 @@ def test_the_first_wrong_one_is_named(dtype: torch.dtype, rng: torch.Generator) 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_ids_of_other_ranks(device: str, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Below ep_size times the experts they are other ranks'; beyond them they are nobody's."""
+    """Ids below ep_size times the experts are other ranks' ids; ids beyond them are errors."""
     layer, x, weights, ids = drawn(rng, device, dtype)
     ids = ids * 3 + torch.arange(T, device=device)[:, None] % 3  # 0 to 3 E - 1; -1 becomes -3 to -1
     ids = ids.masked_fill(ids < 0, -1).to(dtype)
@@ -114,7 +115,7 @@ def test_ids_of_other_ranks(device: str, dtype: torch.dtype, rng: torch.Generato
 
 
 def test_windows_of_sort_by_expert(rng: torch.Generator) -> None:
-    """first_expert says that there are others: theirs are skipped, also in the first window."""
+    """With first_expert, ids of other ranks are skipped, also in the first window."""
     ids = torch.tensor([[0, 9], [5, -1], [1 << 30, 0]])
     for first in (0, 3):
         tables = oxmoe.sort_by_expert(ids, 5, first_expert=first)
@@ -146,7 +147,7 @@ def test_windows_beyond_int32(rng: torch.Generator) -> None:
             oxmoe.sort_by_expert(torch.zeros((2, 2), dtype=torch.int64), 5, first_expert=first)
 
 
-# The switch for GPUs
+# OXMOE_CHECK_IDS, the switch for GPUs
 
 
 CASES = [
@@ -163,7 +164,8 @@ def test_ids_on_a_gpu(
     rows: list[list[int]], dtype: str, first: int | None, error: str | None, driver: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """OXMOE_CHECK_IDS=1 reads them back, but not from a graph that is being captured; without it nothing is asked."""
+    """With OXMOE_CHECK_IDS=1 ids are read back, but not from a graph that is being captured. Without it nothing is
+    read."""
     arguments = {"rows": rows, "dtype": dtype, "experts": 5, "first_expert": first}
     for value in (None, "0", ""):
         monkeypatch.delenv("OXMOE_CHECK_IDS", raising=False)

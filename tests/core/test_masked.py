@@ -24,7 +24,7 @@ FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 CPU_FORMATS = ("f32", "f16", "bf16", "mxfp4", "mxfp4-a8", "mxfp8", "fp8_block", *FP8_TENSOR)
 cuda_formats = [pytest.param("cuda", format, marks=pytest.mark.gpu) for format in CPU_FORMATS[1:]]
 formats = pytest.mark.parametrize(("device", "format"), [*(("cpu", format) for format in CPU_FORMATS), *cuda_formats])
-# Those whose rows of x are quantised by launches of their own.
+# Formats whose rows of x are quantised in launches of their own.
 quantised_formats = pytest.mark.parametrize("format", ["mxfp8", "mxfp4-a8", *FP8_TENSOR])
 SHAPES = (
     Shape("small", 6, 1, 256, 128, bias=True),
@@ -61,14 +61,14 @@ def draw(shape: Shape, format: str, m: int, device: str, rng: torch.Generator) -
 
 
 def some_counts(experts: int, m: int, rng: torch.Generator) -> Tensor:
-    """None, all, one, and others."""
+    """Returns counts that are 0, m, 1, and random."""
     counts = torch.randint(0, m + 1, (experts,), generator=rng)
     counts[torch.randperm(experts, generator=rng)[:3]] = torch.tensor([0, m, min(1, m)])
     return counts.int()
 
 
 def by_moe(rows: Tensor, experts: Tensor, weights: oxmoe.ExpertWeights) -> Tensor:
-    """Every row by its expert."""
+    """Computes every row with its expert through `moe`."""
     ones = torch.ones((len(rows), 1), device=rows.device)
     return oxmoe.moe(rows, weights, ones, experts[:, None].to(rows.device, torch.int32))
 
@@ -76,7 +76,8 @@ def by_moe(rows: Tensor, experts: Tensor, weights: oxmoe.ExpertWeights) -> Tenso
 def check_masked(
     x: Tensor, weights: oxmoe.ExpertWeights, counts: Tensor, *, given: Tensor | None = None, **options: Any
 ) -> None:
-    """Valid rows have moe's bits; no other row is read or written. `given`: what is passed for x."""
+    """Checks that valid rows have moe's bits, and that no other row is read or written. `given`: the tensor passed for
+    x."""
     experts, m = x.shape[:2]
     valid = torch.arange(m)[None, :] < counts[:, None]
     poisoned = (x if given is None else given).clone()
@@ -93,7 +94,7 @@ def check_masked(
     expected = by_moe(x[places], torch.arange(experts)[:, None].expand(-1, m)[valid], weights)
     assert same_bits(out[places], expected)
     assert same_bits(out[~places], poison[~places])
-    # A workspace and an output of its own; in place.
+    # The next call has its own workspace and output; the one after it works in place.
     again = oxmoe.moe_masked(*arguments, **options)
     assert again.shape == x.shape and same_bits(again[places], expected)
     if given is None:
@@ -113,7 +114,7 @@ def test_masked(device: str, format: str, shape: Shape, m: int, rng: torch.Gener
 
 @formats
 def test_edges(device: str, format: str, rng: torch.Generator) -> None:
-    """No rows in any expert, counts beyond m and below 0, m = 0."""
+    """Experts have no rows, counts beyond m and below 0, and m = 0."""
     shape = SHAPES[0]
     weights = make(format, shape, device, rng)
     x = draw(shape, format, 7, device, rng)
@@ -131,7 +132,7 @@ def test_edges(device: str, format: str, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("experts", [1, 64, 128, 129])
 def test_tiles_of_many_experts(experts: int, rng: torch.Generator) -> None:
-    """Up to 128 experts one launch finds their tiles and has both GEMMs."""
+    """With up to 128 experts, one launch finds their tiles and runs both GEMMs."""
     shape = Shape("many", experts, 1, 256, 64)
     weights = make("mxfp4", shape, "cuda", rng)
     x = draw(shape, "mxfp4", 40, "cuda", rng)
@@ -142,7 +143,7 @@ def test_tiles_of_many_experts(experts: int, rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_two_streams_and_any_workspace(rng: torch.Generator) -> None:
-    """Calls that may overlap count apart, and so do those beyond the workspaces that have counters."""
+    """Calls that may overlap have separate counters, also on more workspaces than there are counters for."""
     shape, m = Shape("streams", 16, 1, 512, 256), 24
     weights = make("mxfp4", shape, "cuda", rng)
     inputs = [draw(shape, "mxfp4", m, "cuda", rng) for _ in range(2)]
@@ -178,7 +179,7 @@ def test_activations(device: str, name: str, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("format", ["bf16", "mxfp4"])
 def test_portable_shapes(device: str, format: str, rng: torch.Generator) -> None:
-    """Columns that Hopper's kernels do not take."""
+    """Hopper's kernels do not take these numbers of columns."""
     shape = Shape("h130-i70", 3, 1, 130, 70, bias=True)
     if format == "mxfp4":
         shape = Shape("h160-i96", 3, 1, 160, 96, bias=True)
@@ -191,7 +192,7 @@ def test_portable_shapes(device: str, format: str, rng: torch.Generator) -> None
 
 @pytest.mark.parametrize("m", [9, 300])
 def test_one_scale_for_all_rows(device: str, m: int, rng: torch.Generator) -> None:
-    """fp8_tensor: the largest magnitude is that of the rows that count, not of what lies beyond the mask."""
+    """fp8_tensor takes the largest magnitude of the rows that count, not of rows beyond the mask."""
     shape = SHAPES[0]
     weights, x = make("fp8_tensor", shape, device, rng), draw(shape, "fp8_tensor", m, device, rng)
     counts = some_counts(shape.experts, m, rng).to(device)
@@ -205,7 +206,7 @@ def test_one_scale_for_all_rows(device: str, m: int, rng: torch.Generator) -> No
 @pytest.mark.parametrize("m", [21, 300])
 @pytest.mark.parametrize("format", FP8_TENSOR)
 def test_quantised_x_of_one_scale_a_matrix(device: str, format: str, m: int, rng: torch.Generator) -> None:
-    """e4m3 rows with scales of 128 columns: GEMM1 reads them as they are."""
+    """GEMM1 reads e4m3 rows with scales of 128 columns as they are."""
     shape = SHAPES[0]
     weights, x = make(format, shape, device, rng), draw(shape, format, m, device, rng)
     counts = some_counts(shape.experts, m, rng).to(device)
@@ -219,14 +220,14 @@ def test_quantised_x_of_one_scale_a_matrix(device: str, format: str, m: int, rng
 
 
 def on_cpu(operands: Any) -> Any:
-    """The same layer's operands there."""
+    """Returns the same layer's operands on the CPU."""
     fields = {field.name: getattr(operands, field.name) for field in dataclasses.fields(operands)}
     return dataclasses.replace(operands, **{k: v.cpu() for k, v in fields.items() if isinstance(v, Tensor)})
 
 
 def devices_norm(format: str) -> float:
-    """Of GPU and CPU: sums of tensor cores keep 14 bits; what rounds otherwise moves the second GEMM's codes, all of
-    a row or of a call where it is the largest."""
+    """Returns the bar of the norm between GPU and CPU. Sums of tensor cores keep 14 bits. A number that rounds
+    otherwise moves the second GEMM's codes: all of a row or of a call, if it is the largest."""
     return 4e-2 if format in ("mxfp4-a8", "fp8_tensor") else 2e-2
 
 
@@ -235,7 +236,7 @@ def devices_norm(format: str) -> float:
 @pytest.mark.parametrize("counts", [[0, 1, 33, 130, 7, 2], [130] * 6, [0, 0, 130, 0, 0, 0], [1] * 6], ids=str)
 @pytest.mark.parametrize("expected_m", [1, 15, 30, 80, 200])
 def test_both_devices(format: str, counts: list[int], expected_m: int, rng: torch.Generator) -> None:
-    """The CPU backend's results, where rows beyond the counts are NaN; every tile."""
+    """The GPU has the CPU backend's results in every tile, with NaN in rows beyond the counts."""
     shape, m = Shape("both", 6, 1, 512, 384, bias=True), 130
     operands = make_operands(format, shape, "cuda", rng)
     x, mask = draw(shape, format, m, "cuda", rng), torch.tensor(counts, dtype=torch.int32)
@@ -251,7 +252,7 @@ def test_both_devices(format: str, counts: list[int], expected_m: int, rng: torc
 @pytest.mark.gpu
 @quantised_formats
 def test_twice_in_a_row(format: str, rng: torch.Generator) -> None:
-    """Calls queued up behind each other in one workspace, with other counts, give what each gives alone."""
+    """Calls that are queued up behind each other in one workspace, with other counts, give what each gives alone."""
     shape, m = Shape("queued", 16, 1, 1024, 512), 128
     weights = make(format, shape, "cuda", rng)
     inputs = [draw(shape, format, m, "cuda", rng) for _ in range(8)]
@@ -269,7 +270,7 @@ def test_twice_in_a_row(format: str, rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_a_part_of_the_columns(rng: torch.Generator) -> None:
-    """mxfp4-a8: rows whose codes are padded to whole blocks."""
+    """mxfp4-a8 pads the codes of rows to whole blocks."""
     shape = Shape("h160-i96", 3, 1, 160, 96, bias=True)
     weights = make_blocks(shape, "bf16", "cuda", rng).weights(activation_dtype=torch.float8_e4m3fn, hidden_size=152)
     x = torch.randn((3, 21, 152), generator=rng).bfloat16().cuda()
@@ -280,7 +281,7 @@ def test_a_part_of_the_columns(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["rows", "columns", "packed"])
 def test_quantised_x(device: str, form: str, rng: torch.Generator) -> None:
-    """x as DeepEP sends it: e4m3 with scales row by row, column-major, or packed powers of two."""
+    """x comes as DeepEP sends it: e4m3 with scales row by row, column-major, or packed powers of two."""
     shape, m = Shape("fp8", 5, 1, 640, 256), 37
     weights = make("fp8_block", shape, device, rng)
     x = draw(shape, "fp8_block", m, device, rng)
@@ -310,14 +311,15 @@ def test_quantised_x(device: str, form: str, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("m", [1, 37])
 @pytest.mark.parametrize("hidden", [128, 512])
 def test_packed_scales_of_one_column(device: str, hidden: int, m: int, rng: torch.Generator) -> None:
-    """One int32 a row, column-major: torch takes such a tensor for a contiguous one whatever its strides are."""
+    """Column-major scales have one int32 a row: torch takes such a tensor for a contiguous one, whatever its strides
+    are."""
     shape = Shape("fp8", 3, 1, hidden, 128)
     weights = make("fp8_block", shape, device, rng)
     codes, _ = quantize.per_token_group_quant_fp8(draw(shape, "fp8_block", m, device, rng), 128)
     powers = torch.randint(118, 123, (3, m, hidden // 128), generator=rng, dtype=torch.int32)
     plain = (powers << 23).view(torch.float32).to(device)
     word = sum(powers[..., i] << 8 * i for i in range(hidden // 128)).to(device)
-    # DeepEP aligns columns: m rows of every expert lie a multiple of four apart.
+    # DeepEP aligns columns: they are a multiple of four rows apart in every expert.
     packed = torch.empty(3, 1, -(-m // 4) * 4, dtype=torch.int32, device=device).transpose(1, 2)[:, :m]
     packed.copy_(word[..., None])
     assert packed.stride(-1) != 1
@@ -358,12 +360,12 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
     oxmoe.moe_contiguous(poisoned, weights, counts.to(device), alignment=alignment, out=out, workspace=workspace)
     assert same_bits(out[places], expected) and same_bits(out[~places], poison[~places])
     if format == "fp8_tensor":
-        return  # one scale for all rows: others would change it
-    # Rows that are not there do not count.
+        return  # one scale for all rows: fewer rows would change it
+    # Rows beyond the end of x do not count.
     cut = rows - 20
     short = oxmoe.moe_contiguous(x[:cut].contiguous(), weights, counts.to(device), alignment=alignment)
     assert same_bits(short[places[:cut]], expected[: int(places[:cut].sum())])
-    # Every row's expert, in any order.
+    # m_indices gives every row's expert, in any order.
     order = torch.randperm(rows, generator=rng)
     shuffled, owners = x[order.to(device)], owner[order].int().to(device)
     mixed = oxmoe.moe_contiguous(shuffled, weights, m_indices=owners)
@@ -371,7 +373,7 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
     workspace = make_workspace(oxmoe.workspace_bytes(weights, rows, 1), device)
     given = oxmoe.moe_contiguous(shuffled, weights, m_indices=owners, out=out, workspace=workspace)
     assert given is out and same_bits(out, mixed)
-    # A workspace that is too small is noticed, so the given one is used.
+    # A workspace that is too small is refused, so the given one is used.
     with pytest.raises(ValueError, match="workspace: expected at least"):
         oxmoe.moe_contiguous(shuffled, weights, m_indices=owners, workspace=make_workspace(0, device))
     back = torch.empty_like(mixed)
@@ -382,7 +384,7 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", ["rows", "columns", "packed"])
 def test_quantised_rows_with_their_experts(device: str, form: str, rng: torch.Generator) -> None:
-    """m_indices and x_scale: rows in any order, as with counts."""
+    """With m_indices and x_scale, rows come in any order, as with counts."""
     shape, rows = Shape("fp8", 5, 1, 640, 256), 37
     weights = make("fp8_block", shape, device, rng)
     counts = some_counts(5, rows // 5, rng)
@@ -403,7 +405,7 @@ def test_quantised_rows_with_their_experts(device: str, form: str, rng: torch.Ge
     assert same_bits(mixed, wanted[there])
 
 
-# What is refused
+# Refusals
 
 
 def test_what_is_refused(rng: torch.Generator) -> None:
@@ -477,7 +479,7 @@ def tiles_of(counts: list[int], rows_each: int, alignment: int, rows: int, sizes
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (192, 16), (192, 64)], ids=str)
 @pytest.mark.parametrize("experts", [1, 31, 32, 33, 70, 256, 1024, 1057, 2100])
 def test_schedule_kernel(kernel: HostCtas, experts: int, sizes: tuple[int, int], rng: torch.Generator) -> None:
-    """The GPU kernel's code on the host."""
+    """The GPU kernel's code runs on the host."""
     most = 120 if sizes[0] < 120 else 900
     each = most - 20
     for rows_each, alignment, rows in (
@@ -519,7 +521,7 @@ def test_schedule_kernel(kernel: HostCtas, experts: int, sizes: tuple[int, int],
 @pytest.mark.parametrize(("device", "format"), cuda_formats)
 @pytest.mark.parametrize("expected_m", [1, 24, 100])
 def test_replays(device: str, format: str, expected_m: int, rng: torch.Generator) -> None:
-    """One graph, other counts and rows in every replay, queued up behind each other."""
+    """One graph is replayed with other counts and rows each time, and replays are queued up behind each other."""
     shape, m = Shape("graph", 16, 1, 512, 384), 200
     weights = make(format, shape, "cuda", rng)
     x, counts = draw(shape, format, m, "cuda", rng), torch.zeros(16, dtype=torch.int32, device="cuda")

@@ -1,7 +1,7 @@
-"""What outlives a call owns its memory, and what a call writes lies over nothing that it reads.
+"""An object that outlives a call owns its memory, and no output lies over an operand that the call reads.
 
-Every format's ExpertWeights, every operand of it, every way in which torch gives a tensor other memory; every entry
-point, every operand of it, both outputs (out and workspace).
+The tests cover every format's ExpertWeights, every operand of it, and every way in which torch gives a tensor other
+memory. They also cover every entry point, every operand of it, and both outputs (out and workspace).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def operands(format: str, device: str, rng: torch.Generator) -> dict[str, Any]:
-    """The tensors of a layer of `format` with everything that its constructor takes."""
+    """Returns the tensors of a layer of `format` with everything that its constructor takes."""
 
     def randn(*size: int, to: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.randn(size, generator=rng).mul_(size[-1] ** -0.5).to(to).to(device)
@@ -68,7 +68,7 @@ def operands(format: str, device: str, rng: torch.Generator) -> dict[str, Any]:
 
 
 FORMATS = ("bf16", "f16", "f32", "fp8_block", "fp8_tensor", "fp8_rows", "mxfp8", "mxfp4", "nvfp4", "int4")
-# Copied when they are given, so that the caller's tensor may change afterwards.
+# Operands that are copied when they are given, so that the caller's tensor may change afterwards.
 COPIED = ("w13_global_scale", "w2_global_scale")
 
 
@@ -136,7 +136,7 @@ def test_what_the_caller_moves_stays(format: str, move: str, device: str, rng: t
     before = call(weights, x)
     MOVES[move](module)
     gc.collect()
-    # What another tensor gets of freed memory must not be the layer's.
+    # Other tensors get the freed memory. It must not be the layer's.
     junk = [torch.full((E, 2 * INTER, H), torch.nan, device=device) for _ in range(8)]
     assert torch.equal(call(weights, x).view(torch.uint8), before.view(torch.uint8))
     assert len(junk) == 8
@@ -166,7 +166,7 @@ def test_what_cannot_be_owned_is_noticed(format: str, name: str, change: str, rn
     before = call(weights, x)
     read_as = {"fp8_tensor": ("w13_scale", "w2_scale")}.get(format, ()) + COPIED
     CHANGES[change](given[name])
-    if name in read_as:  # made into a table of blocks, or copied
+    if name in read_as:  # the operand is made into a table of blocks, or copied
         assert torch.equal(call(weights, x), before)
         return
     out = torch.full_like(x, torch.nan)
@@ -224,7 +224,7 @@ def test_the_owner_lets_go(rng: torch.Generator) -> None:
 
 
 def test_numpy_memory(rng: torch.Generator) -> None:
-    """numpy gives an array other memory only where it is told not to look at references."""
+    """numpy gives an array other memory only if it is told not to look at references."""
     given = {name: tensor.numpy() for name, tensor in operands("f32", "cpu", rng).items()}
     given = {name: np.array(array) for name, array in given.items()}
     weights = make("f32", given)
@@ -237,7 +237,7 @@ def test_numpy_memory(rng: torch.Generator) -> None:
 
 
 def test_read_only_arrays_are_read(rng: torch.Generator) -> None:
-    """Memory-mapped checkpoints are read-only: inputs may be, outputs not."""
+    """Memory-mapped checkpoints are read-only: inputs may be read-only, outputs not."""
     given = {name: np.array(tensor.numpy()) for name, tensor in operands("f32", "cpu", rng).items()}
     x = np.random.default_rng(0).standard_normal((T, H)).astype(np.float32)
     ids, chosen = np.zeros((T, K), dtype=np.int32), np.full((T, K), 0.5, dtype=np.float32)
@@ -257,7 +257,7 @@ def test_read_only_arrays_are_read(rng: torch.Generator) -> None:
 
 
 def overlaid(tensor: Tensor, size: int, shift: int = 0) -> tuple[Tensor, Tensor]:
-    """A copy of `tensor`, and `size` bytes over it that begin `shift` bytes into it."""
+    """Returns a copy of `tensor`, and `size` bytes over it that begin `shift` bytes into it."""
     count = tensor.numel() * tensor.element_size()
     room = torch.zeros(max(count, size + shift) + 256, dtype=torch.uint8)
     room = room[-room.data_ptr() % 256 :]
@@ -267,7 +267,7 @@ def overlaid(tensor: Tensor, size: int, shift: int = 0) -> tuple[Tensor, Tensor]
 
 
 def moe_operands(format: str, logits: bool, rng: torch.Generator) -> dict[str, Any]:
-    """The tensors that a call of `moe` reads beside x."""
+    """Returns the tensors that a call of `moe` reads beside x."""
     if not logits:
         ids = torch.randint(E, (T, K), generator=rng, dtype=torch.int32)
         return {"topk_weights": torch.rand((T, K), generator=rng), "topk_ids": ids}
@@ -286,7 +286,7 @@ def test_moe_writes_over_nothing(format: str, logits: bool, written: str, rng: t
     size = T * H * x.element_size() if written == "out" else room
 
     def run(name: str | None) -> None:
-        """One call whose output lies over the operand `name`."""
+        """Makes one call whose output lies over the operand `name`."""
         layer, tensors, own_x, memory = dict(given), dict(read), x, None
         for group in (layer, tensors):
             if name in group:
@@ -302,7 +302,7 @@ def test_moe_writes_over_nothing(format: str, logits: bool, written: str, rng: t
             oxmoe.moe(own_x, weights, **tensors, **options, **{written: memory})
         finally:
             for key, tensor in (layer | tensors | {"x": own_x}).items():
-                if key in copied:  # the layer has its own numbers: the caller's memory is free to be written
+                if key in copied:  # the layer has its own numbers, so the caller's memory may be written
                     continue
                 assert torch.equal(tensor.view(torch.uint8), before[key].view(torch.uint8)), key
 
@@ -410,7 +410,7 @@ def test_ranks_that_no_id_reaches(size: int, rank: int, rng: torch.Generator) ->
 @pytest.mark.parametrize("kept", [0.0, 0.5])
 @pytest.mark.parametrize("name", ["x", "topk_weights", "topk_ids", "out", "workspace"])
 def test_operands_whose_storage_shrank(name: str, kept: float, device: str, rng: torch.Generator) -> None:
-    """Their address is that of memory which others may have by now."""
+    """The address of such an operand is that of memory which other tensors may have by now."""
     weights = make("bf16", operands("bf16", device, rng))
     given: dict[str, Any] = {"x": x_of("bf16", device, rng), **moe_operands("bf16", False, rng)}
     given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
@@ -426,7 +426,7 @@ def test_operands_whose_storage_shrank(name: str, kept: float, device: str, rng:
         oxmoe.moe(weights=weights, **given)
     after = [value for key, value in given.items() if key != name and isinstance(value, Tensor)]
     assert all(same_bits(*pair) for pair in zip(before, after, strict=True))
-    # A view that lies in what is left is served.
+    # A view of the part that is left is served.
     if kept and name == "x":
         rows = T // 2
         part = {key: value[:rows] for key, value in given.items() if key in ("topk_weights", "topk_ids")}

@@ -43,7 +43,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def poisoned(layer: Layer, x: Tensor, top_k: int, no_combine: bool = False) -> dict[str, Tensor]:
-    """NaN for the output, 0xFF (NaN in every float format) for an exactly sized workspace."""
+    """Returns NaN for the output, and 0xFF (NaN in every float format) for an exactly sized workspace."""
     tokens, hidden = x.shape
     out = x.new_full((tokens, top_k, hidden) if no_combine else (tokens, hidden), torch.nan)
     size = oxmoe.workspace_bytes(layer.weights(), tokens, top_k)
@@ -51,7 +51,7 @@ def poisoned(layer: Layer, x: Tensor, top_k: int, no_combine: bool = False) -> d
 
 
 def check(layer: Layer, x: Tensor, topk_weights: Tensor | None, topk_ids: Tensor | None, **options: Any) -> Tensor:
-    """Ours against the reference; x and the routing must come back unchanged."""
+    """Compares oxmoe with the reference; x and the routing must come back unchanged."""
     top_k = options.get("top_k", 0) if topk_ids is None else topk_ids.shape[1]
     results, expected = [], []
     for drawn in draws(x):
@@ -103,9 +103,10 @@ def test_models(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_no_further_from_fp32_than_cublas(shape: Shape, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """The other checks take the tensor cores' sums as given; this one holds ours to sums rounded to nearest."""
+    """The other checks take the tensor cores' sums as given; this one compares oxmoe with sums rounded to nearest."""
     layer = make_layer(shape, dtype, "cuda", rng)
-    # About 512 rows an expert: with few, cuBLAS splits K, and the parts of a sum are truncated less than the whole.
+    # An expert has about 512 rows: with few rows cuBLAS splits K, and the parts of a sum are truncated less than the
+    # whole.
     tokens = 512 * shape.experts // shape.top_k
     x = make_x(tokens, shape, dtype, "cuda", rng)
     routing = [part.cuda() for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng)]
@@ -121,11 +122,12 @@ def test_no_further_from_fp32_than_cublas(shape: Shape, dtype: torch.dtype, rng:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"apply_router_weight_on_input": True}], ids=str)
 @pytest.mark.parametrize("intermediate", [224, 200])
-@pytest.mark.parametrize("name", ["swiglu", "swiglu-up-gate", "gpt-oss", "geglu", "relu2"])
+@pytest.mark.parametrize("name", ["swiglu", "swiglu-up-gate", "gpt-oss", "geglu", "situ", "situ-unbounded", "relu2"])
 def test_many_tokens_an_expert(
     name: str, intermediate: int, options: dict[str, Any], dtype: torch.dtype, rng: torch.Generator
 ) -> None:
-    """The widest tiles: several an expert, row blocks that weights do not fill; 200 is no multiple of a strip."""
+    """The widest tiles are used: several an expert, row blocks that weights do not fill; 200 is no multiple of a
+    strip."""
     shape = Shape(name, 3, 2, 288, intermediate, bias=True).with_options(**ACTIVATIONS[name])
     check(*operands(shape, ("cuda", dtype), 700, rng, "skewed"), **options)
 
@@ -142,7 +144,7 @@ def test_other_models(shape: Shape, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
 def test_models_decode(shape: Shape, rng: torch.Generator) -> None:
-    """Real sizes with every routing, option and rank that a token or a few can meet."""
+    """Real sizes run with every routing, option and rank that a token or a few can meet."""
     layer = make_layer(shape, torch.bfloat16, "cuda", rng)
     local = shape.experts // 2
     biases = [None if bias is None else bias[local:] for bias in (layer.b13, layer.b2)]
@@ -163,7 +165,7 @@ def test_models_decode(shape: Shape, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_large_experts(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Large enough for the launch that does both GEMMs and the combine of a few tokens."""
+    """The experts are large enough for the launch that does both GEMMs and the combine of a few tokens."""
     shape = Shape(name, 3, 2, 4096, 4352, bias=True).with_options(**ACTIVATIONS[name])
     layer = make_layer(shape, dtype, "cuda", rng)
     for tokens, pattern in ((1, "uniform"), (3, "one_expert"), (8, "holes"), (8, "duplicates"), (8, "all_holes")):
@@ -180,7 +182,7 @@ def test_activations(place: Place, name: str, biased: bool, tokens: int, rng: to
 
 
 def test_layouts_are_the_same_layer(device: str, rng: torch.Generator) -> None:
-    """Rows moved, bits kept."""
+    """Another layout moves rows and keeps the bits."""
     shape = Shape("rows", 4, 2, 64, 48, bias=True)
     layer, x, topk_weights, topk_ids = operands(shape, (device, torch.bfloat16), 9, rng)
     expected = oxmoe.moe(x, layer.weights(), topk_weights, topk_ids)
@@ -304,6 +306,28 @@ def test_logits_and_ids_are_the_same_call(place: Place, rng: torch.Generator) ->
     assert same_bits(fused, oxmoe.moe(x, layer.weights(), topk_weights, topk_ids))
 
 
+@pytest.mark.parametrize("experts", [513, 896, 1024])
+def test_many_experts(place: Place, experts: int, rng: torch.Generator) -> None:
+    """More than 512 experts (Kimi-K3 has 896) take one launch of routing, a cluster, and two launches."""
+    device, dtype = place
+    shape = Shape("many", experts, 16, 64, 32)
+    layer = make_layer(shape, dtype, device, rng)
+    for tokens in (1, 33, 600):
+        x = make_x(tokens, shape, dtype, device, rng)
+        topk_weights, topk_ids = make_routing("uniform", tokens, experts, shape.top_k, rng)
+        check(layer, x, topk_weights.to(device), topk_ids.to(device))
+        logits = tie_free_logits(tokens, experts, rng).to(device)
+        check(layer, x, None, None, router_logits=logits, top_k=shape.top_k)
+        bias = torch.randn(experts, generator=rng).to(device)
+        options = {"scoring_func": "sigmoid", "correction_bias": bias}
+        chosen_weights, chosen_ids = oxmoe.topk(logits, shape.top_k, **options)
+        fused = oxmoe.moe(x, layer.weights(), router_logits=logits, top_k=shape.top_k, **options)
+        assert same_bits(fused, oxmoe.moe(x, layer.weights(), chosen_weights, chosen_ids))
+        sorted_here = oxmoe.sort_by_expert(topk_ids.to(device), experts)
+        for ours, theirs in zip(sorted_here, reference.sort_by_expert(topk_ids, experts), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
+
+
 def test_out_may_be_x(place: Place, rng: torch.Generator) -> None:
     for tokens in (1, 7, 40):
         layer, x, topk_weights, topk_ids = operands(TINY, place, tokens, rng)
@@ -344,7 +368,7 @@ def test_expert_weights_describe_themselves(place: Place, rng: torch.Generator) 
         weights.alpha = 2.0
 
 
-# Upstream bars
+# Other projects' bars
 
 
 @pytest.mark.parametrize("tokens", [1, 33, 64, 222])
@@ -353,18 +377,19 @@ def test_expert_weights_describe_themselves(place: Place, rng: torch.Generator) 
 def test_sglang_bar(
     place: Place, tokens: int, intermediate: int, hidden: int, experts: int, top_k: int, rng: torch.Generator
 ) -> None:
-    """SGLang's test_fused_moe: half precision rtol 1e-1 and atol 1e-2, fp32 1e-3 and 1e-5; here against fp64 truth.
+    """SGLang's test_fused_moe has rtol 1e-1 and atol 1e-2 in half precision, 1e-3 and 1e-5 in fp32; the truth here is
+    fp64.
 
-    SGLang's inputs are a hundredth to a tenth, and with them most results are below the absolute tolerance. Ours give
-    results near a quarter, which zeros, half of them or another token's miss, and at which what bf16 rounds of the
-    intermediate values stays well below that tolerance where a sum is near zero.
+    SGLang's inputs are a hundredth to a tenth, and with them most results are below the absolute tolerance. The inputs
+    here give results near a quarter. Zeros, half of the results or another token's results miss the bar. If a sum is
+    near zero, the roundings of bf16 intermediates stay well below the absolute tolerance.
     """
     device, dtype = place
     if device == "cpu" and tokens * intermediate * hidden > 1 << 23:
         pytest.skip("the fp64 loop is slow: a GPU runs this size")
     logits = torch.randn((tokens, experts), generator=rng).to(device)
     topk_weights, topk_ids = reference.topk(logits, min(top_k, experts), renormalize=False)
-    # Of 64 experts the two best have a small share of the weight: w2 makes up for it.
+    # The two best of 64 experts have a small share of the weight, so w2 is scaled up.
     share = topk_weights.sum(1).mean().item()
     x, w13, w2 = (
         (torch.randn(size, generator=rng) * scale).to(dtype).to(device)
@@ -397,7 +422,8 @@ def test_flashinfer_bar(
     ep_size: int,
     rng: torch.Generator,
 ) -> None:
-    """flashinfer's test_trtllm_cutlass_fused_moe: x / 5 and w / 5, [up; gate] rows, 1e-2 (over ranks: 1e-1)."""
+    """flashinfer's test_trtllm_cutlass_fused_moe has x / 5 and w / 5, [up; gate] rows, and the bar 1e-2 (over ranks:
+    1e-1)."""
     device, dtype = place
     x, w31, w2 = (
         (torch.randn(size, generator=rng) / 5).to(dtype).to(device)
@@ -431,7 +457,7 @@ def test_flashinfer_bar(
 
 @pytest.mark.parametrize("name", ["swiglu", "gpt-oss", "limit-before", "limit-after", "relu2"])
 def test_reference_against_a_loop(name: str, rng: torch.Generator) -> None:
-    """One slot at a time in fp64 on fp32 operands: the fp32 sums are the only difference."""
+    """The loop computes one slot at a time in fp64 on fp32 operands: the fp32 sums are the only difference."""
     shape = Shape(name, 4, 2, 24, 16, bias=True).with_options(**ACTIVATIONS[name])
     layer, x, topk_weights, topk_ids = operands(shape, ("cpu", torch.float32), 6, rng, "holes")
     assert layer.b13 is not None and layer.b2 is not None

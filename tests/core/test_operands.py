@@ -1,4 +1,5 @@
-"""Operands that torch handles before the extension sees them: what is no dense tensor of the right dimensions."""
+"""Operands that torch handles before the extension sees them: values that are no dense tensor of the right
+dimensions."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ Call = tuple[Callable[..., Any], dict[str, Any], tuple[str, ...]]
 
 
 def calls() -> dict[str, Call]:
-    """By name: a function, arguments that it takes, and those of them that must be tensors."""
+    """Returns by name: a function, arguments that it takes, and the names of those that must be tensors."""
     x = torch.randn(T, H).bfloat16()
     rows = torch.randn(E, 6, H).bfloat16()
     counts = torch.tensor([1, 0, 6, 3], dtype=torch.int32)
@@ -164,7 +165,7 @@ def test_dimensions() -> None:
 
 
 def test_nothing_to_convert() -> None:
-    """Matrices without rows or columns."""
+    """The matrices have no rows or no columns."""
     for shape in ((0, 8), (3, 0, 8), (3, 5, 0)):
         scales = torch.zeros(shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
         swizzled = nvfp4.swizzle_blockscale(scales)
@@ -177,7 +178,7 @@ def test_nothing_to_convert() -> None:
 
 
 def test_strides_of_dimensions_of_one_mean_nothing() -> None:
-    """As torch and numpy count them contiguous; strides of other dimensions count."""
+    """Such tensors count as contiguous, as in torch and numpy; strides of other dimensions count."""
     logits = torch.randn(3, 8)
     expected = oxmoe.topk(logits[:1], 2)
     one_row = logits.as_strided((1, 8), (77, 1))

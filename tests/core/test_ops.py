@@ -45,7 +45,7 @@ def operands(device: str, rng: torch.Generator) -> dict[str, Any]:
 
 
 def calls(o: dict[str, Any]) -> dict[str, tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """name: (operator, operands, options) for each overload."""
+    """Returns name -> (operator, operands, options) for each overload."""
     layer, x, weights, ids, logits = o["layer"], o["x"], o["topk_weights"], o["topk_ids"], o["logits"]
     moe = (x, layer.w13, layer.w2, weights, ids, layer.b13, layer.b2)
     fused = (x, layer.w13, layer.w2, weights, ids, layer.b13, layer.b2)
@@ -85,7 +85,7 @@ def test_fakes_have_the_real_shapes(operands: dict[str, Any], name: str) -> None
 
 
 def programs(o: dict[str, Any]) -> dict[str, Callable[[Tensor], Any]]:
-    """Public calls inside a little computation of their own."""
+    """Returns public calls inside a little computation of their own."""
     layer, weights, topk_weights, topk_ids = o["layer"], o["weights"], o["topk_weights"], o["topk_ids"]
     logits = o["logits"]
 

@@ -1,4 +1,4 @@
-"""Operators whose experts are a handle, as packed, NVFP4 and int4 experts are: traced code sees calls, bits stay."""
+"""Operators whose experts are a handle (packed, NVFP4 and int4 experts): traced code sees the calls, and bits stay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from oxmoe.testing import same_bits
 SHAPE = Shape("held", 4, 2, 128, 64, bias=True)
 ops = torch.ops.oxmoe
 
-# Formats that are no plain tensors on the device.
+# Formats whose experts are no plain tensors on the device.
 HELD = [
     pytest.param("nvfp4", "cpu"),
     pytest.param("nvfp4-a4", "cpu"),
@@ -39,7 +39,8 @@ HELD = [
 
 @pytest.fixture(autouse=True)
 def no_programs() -> None:
-    """torch compiles a function anew for a few formats, then no more: each test begins without compiled programs."""
+    """Begins each test without compiled programs, because torch compiles a function anew for a few formats, then no
+    more."""
     torch._dynamo.reset()
 
 

@@ -22,7 +22,7 @@ from oxmoe.testing import same_bits
 
 SHAPE = Shape("ops-rows", 4, 2, 256, 128)
 ops = torch.ops.oxmoe
-# Formats that operators take as bare tensors on this device; packed ones are refused on CUDA.
+# Formats that operators take as bare tensors on this device. Packed ones are refused on CUDA.
 PLAIN = ("bf16", "gpt-oss", "fp8_block", "fp8_tensor-token")
 FORMATS = pytest.mark.parametrize(
     ("device", "format"),
@@ -55,7 +55,7 @@ def experts(format: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeigh
 
 
 def operands_of(weights: oxmoe.ExpertWeights) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """((w13, w2), options with biases) of experts, as an operator takes them."""
+    """Returns ((w13, w2), options with biases) of experts, as an operator takes them."""
     names = ("layout", "activation", "gated", "alpha", "beta", "limit", "clamp", "w13_scale", "w2_scale", "b13", "b2")
     options = {name: getattr(weights, name) for name in names}
     if weights.w13_scale is not None:
@@ -65,7 +65,7 @@ def operands_of(weights: oxmoe.ExpertWeights) -> tuple[tuple[Any, ...], dict[str
 
 @FORMATS
 def test_rows_opcheck(format: str, device: str, rng: torch.Generator) -> None:
-    """Whole masks: rows beyond one are undefined, and would differ from run to run."""
+    """Masks are whole: rows beyond a mask are undefined, and would differ from run to run."""
     weights = experts(format, device, rng)
     x = torch.randn((4, 6, 256), generator=rng).bfloat16().to(device)
     counts = torch.full((4,), 6, dtype=torch.int32, device=device)
@@ -115,7 +115,7 @@ def test_rows_compiled(format: str, device: str, rng: torch.Generator) -> None:
 
 
 def test_mxfp8_layer(rng: torch.Generator) -> None:
-    """`moe` with MXFP8 experts as bare tensors, which CPUs take."""
+    """`moe` takes MXFP8 experts as bare tensors on CPUs."""
     weights, x = experts("mxfp8", "cpu", rng), torch.randn((5, 256), generator=rng).bfloat16()
     routing = make_routing("uniform", 5, 4, 2, rng)
     pair, options = operands_of(weights)
@@ -128,7 +128,7 @@ def test_mxfp8_layer(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 def test_cutedsl(quantised: bool, rng: torch.Generator) -> None:
-    """NVFP4 experts of tensors, on CPUs."""
+    """NVFP4 experts are made of tensors, on CPUs."""
 
     def packed(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         weights = torch.randn((2, rows, columns), generator=rng).bfloat16()
@@ -157,7 +157,7 @@ def test_fp8_quantiser(options: dict[str, Any], device: str, rng: torch.Generato
     x = torch.randn((8, 640), generator=rng).bfloat16().to(device)
     options = {"column_major": True, "row_multiple": 4, **options} if "powers" in options else options
     opcheck(ops.quantize_fp8.default, (x, 128, 1e-10), options)
-    # Scales are padded to whole fours of rows; those of no row are undefined.
+    # Scales are padded to whole fours of rows; the scales of missing rows are undefined.
     fakes_are_real(ops.quantize_fp8.default, (x[:5].contiguous(), 128, 1e-10), options)
 
 
@@ -189,7 +189,7 @@ def public_quantisers() -> dict[str, Callable[[Tensor], Any]]:
 
 @pytest.mark.parametrize("name", public_quantisers())
 def test_quantisers_compiled(name: str, device: str, rng: torch.Generator) -> None:
-    """Also with FakeTensorMode, which sees shapes alone."""
+    """The functions are also called under FakeTensorMode, which sees shapes alone."""
     program = public_quantisers()[name]
     x = torch.randn((256, 256), generator=rng).bfloat16().to(device)
     expected = tensors(program(x))
@@ -265,7 +265,7 @@ def test_trtllm_opcheck(trtllm: dict[str, Any]) -> None:
 
 
 def test_trtllm_mxfp8_in_traced_code(device: str, rng: torch.Generator) -> None:
-    """Packed on CUDA all the same: the operator keeps what it made, as the eager call does."""
+    """The experts are packed on CUDA all the same: the operator keeps what it made, as the eager call does."""
     layer = make_mxfp8(SHAPE.with_options(layout="up_gate"), device, rng)
     x, logits = layer.x(7, rng), tie_free_logits(7, 4, rng).to(device)
     gemms = {"gemm1_weights": layer.w13, "gemm1_weights_scale": layer.w13_scale}

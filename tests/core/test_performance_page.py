@@ -13,7 +13,7 @@ import pytest
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
 PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-# Heads of the page's columns, by the backends of the result files.
+# Column head of the page -> the backends of the result files that it shows.
 BACKENDS = {
     "oxmoe": ("oxmoe",),
     "SGLang Triton": ("sglang-triton",),
@@ -36,7 +36,7 @@ Times = dict[tuple[Any, ...], dict[str, dict[str, Any]]]
 
 
 def times(file: str, run: str) -> Times:
-    """The rows of a run by cell and backend. A later row of a cell counts alone, as in the report."""
+    """Returns the rows of a run by cell and backend. A later row of a cell counts alone, as in the report."""
     cells: Times = {}
     for line in (ROOT / "benches" / "results" / file).read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
@@ -53,7 +53,7 @@ def times(file: str, run: str) -> Times:
 
 
 def table(section: str) -> Iterator[dict[str, str]]:
-    """The rows of a section's first table, by the heads of its columns."""
+    """Yields the rows of a section's first table, by the heads of its columns."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
     lines = [line for line in text.splitlines() if line.startswith("|")]
     heads, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
@@ -103,7 +103,8 @@ README_ROW = re.compile(rf"^\| ([^|]*?) *\| (\d*) *\| {_TIME} \| ([^|]+) \| {_TI
 
 
 def test_numbers_of_the_readme_are_of_the_page() -> None:
-    """Ten rows: our time and the peer's stand in one row of the page, and the ratio is theirs."""
+    """README has ten rows: oxmoe's time and the peer's stand in one row of the page, and the ratio is that of the
+    two."""
     found = README_ROW.findall(README)
     assert len(found) == 10
     for layer, tokens, ours, peer, theirs, ratio in found:

@@ -27,7 +27,7 @@ x, logits = torch.zeros((3, 32)).bfloat16(), torch.zeros((3, 4))
 
 
 def run(program: str, setting: str | None, *, good: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a program after PRELUDE in a process of its own, since ranges are put there when oxmoe is imported."""
+    """Runs a program after PRELUDE in a process of its own, since importing oxmoe puts the ranges there."""
     environment = {name: value for name, value in os.environ.items() if name != profiling.SETTING}
     environment |= {profiling.SETTING: setting} if setting is not None else {}
     done = subprocess.run([sys.executable, "-c", PRELUDE + program], env=environment, capture_output=True, text=True)
@@ -45,7 +45,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def pushed(setting: pytest.MonkeyPatch) -> list[str]:
-    """Texts of ranges that torch.cuda.nvtx has pushed, and "-" for each that it has popped."""
+    """Returns texts of ranges that torch.cuda.nvtx has pushed, and "-" for each range that it has popped."""
     log: list[str] = []
     setting.setattr(torch.cuda.nvtx, "range_push", log.append)
     setting.setattr(torch.cuda.nvtx, "range_pop", lambda: log.append("-"))
@@ -59,11 +59,11 @@ def names(recorded: Any) -> list[str]:
     return [event.name for event in recorded.events() if event.name.startswith("oxmoe")]
 
 
-# Where ranges are
+# Places of ranges
 
 
 def test_functions_without_the_setting_are_the_extensions_own() -> None:
-    """So a call costs nothing more."""
+    """Without the setting a call costs nothing more."""
     program = """
 import inspect
 assert all(inspect.isbuiltin(getattr(_oxmoe, name)) for name in ("moe", "topk", "moe_tensors", "quantize_mxfp4"))
@@ -74,7 +74,7 @@ assert type(vars(_oxmoe.AllReduceMemory)["launch"]).__name__ == "method_descript
 
 
 def test_every_function_of_the_extension_has_ranges() -> None:
-    """Every name that a module of the package has taken, too, in whatever order they are imported."""
+    """A name that a module of the package has taken has ranges too, whatever the order of imports."""
     program = """
 import importlib, inspect, pkgutil, sys
 bare = [name for name, value in vars(_oxmoe).items() if inspect.isbuiltin(value)]
@@ -204,7 +204,7 @@ def test_traced_calls_have_no_range(pushed: list[str]) -> None:
     assert call() == "called" and pushed == ["oxmoe.anything", "-"]
 
 
-# What ranges are called
+# Names of ranges
 
 
 def test_labels_of_layers() -> None:

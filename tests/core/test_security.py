@@ -1,4 +1,4 @@
-"""What SECURITY.md promises of the sources: every environment variable is listed, and no data become code."""
+"""SECURITY.md's promises about the sources hold: every environment variable is listed, and no data become code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def trees() -> Iterator[tuple[Path, ast.Module]]:
 
 
 def read_in_python(tree: ast.Module) -> Iterator[str]:
-    """Names that os.environ or os.getenv is asked for; a constant of the module counts as its value."""
+    """Yields names that os.environ or os.getenv is asked for; a constant of the module counts as its value."""
     constants = {
         target.id: node.value.value
         for node in tree.body

@@ -43,7 +43,7 @@ def test_expert_parallel_ranges(device: str, ep_size: int, rng: torch.Generator)
 
 
 def test_ids_of_others_are_skipped(device: str) -> None:
-    """Below and above a window; tests/core/test_ids.py has those that are nobody's."""
+    """Ids below and above the window are skipped; tests/core/test_ids.py has ids that name no expert of any rank."""
     ids = torch.tensor([[0, 9], [5, -1], [1 << 30, 0]], dtype=torch.int32, device=device)
     histogram, offsets, place_of_slot, slot_of_place = oxmoe.sort_by_expert(ids, 5, first_expert=0)
     assert histogram.tolist() == [2, 0, 0, 0, 0] and offsets.tolist() == [0, 2, 2, 2, 2, 2]

@@ -23,7 +23,7 @@ def from_zero() -> Iterator[None]:
 
 
 def counted() -> dict[str, tuple[int, int]]:
-    """(calls, rows) of what was called."""
+    """Returns (calls, rows) of each function that was called."""
     calls = oxmoe.stats()["calls"]
     assert set(calls) == {"moe", "moe_masked", "moe_contiguous", "topk", "mm_mxfp8", "allreduce_fusion"}
     return {name: (of["calls"], of["rows"]) for name, of in calls.items() if of["calls"] or of["rows"]}

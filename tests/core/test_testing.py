@@ -63,7 +63,7 @@ def test_bars_refuse() -> None:
 
 
 def test_a_bar_that_zeros_would_meet_is_refused() -> None:
-    """Subnormals, of which an ulp is a large part; zeros themselves are as good a reference as any."""
+    """An ulp is a large part of a subnormal number. Zeros themselves are as good a reference as any."""
     tiny = torch.zeros(4, 8)
     tiny[2, 5] = 3 * 2.0**-133
     with pytest.raises(AssertionError, match=r"too wide for this reference: zeros would pass \(3 ulp\)"):
@@ -78,7 +78,8 @@ def test_a_bar_that_zeros_would_meet_is_refused() -> None:
 @pytest.mark.parametrize("dtype", BARS, ids=str)
 @pytest.mark.parametrize("which", ["a dtype's", "fp8's"])
 def test_every_bar_refuses_what_a_broken_kernel_gives(which: str, dtype: torch.dtype) -> None:
-    """Zeros, half of the result, another token's: with as few elements as the smallest test has."""
+    """Zeros, half of the result and another token's result are refused, even with as few elements as the smallest test
+    has."""
     expected = torch.randn((2, 24), generator=torch.Generator().manual_seed(1)).to(dtype)
     bar = None if which == "a dtype's" else FP8_BAR
     assert_close_ulp(expected.clone(), expected, bar)
@@ -88,7 +89,7 @@ def test_every_bar_refuses_what_a_broken_kernel_gives(which: str, dtype: torch.d
 
 
 def test_tolerances_are_refused_where_they_tell_nothing() -> None:
-    """The inputs of SGLang's test give results of which nothing but the absolute tolerance is left."""
+    """SGLang's inputs give such small results that only the absolute tolerance counts."""
     expected = torch.randn((5, 16), generator=torch.Generator().manual_seed(0))
     assert_close(expected + 1e-3, expected, rtol=1e-1, atol=1e-2)
     with pytest.raises(AssertionError, match=r"result: Tensor-likes are not close"):
@@ -120,7 +121,7 @@ def test_same_bits_tells_zeros_and_nans_apart() -> None:
 
 
 def test_roofline_of_a_known_layer() -> None:
-    """qwen3-30b-a3b with all 128 experts active: 1.2 GB of weights."""
+    """qwen3-30b-a3b with all 128 experts active reads 1.2 GB of weights."""
     shape = MODELS["qwen3-30b-a3b"]
     sizes = {"top_k": shape.top_k, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
     floor = roofline(tokens=4096, active_experts=shape.experts, **sizes)

@@ -13,13 +13,17 @@ from cases import tie_free_groups, tie_free_logits
 from oxmoe import reference
 
 SCORING = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_topk", "identity")
-# (experts, top_k): lane counts, more than one register of experts a lane, the limits 512 and 32.
-SIZES = ((4, 1), (8, 2), (16, 16), (32, 4), (60, 4), (64, 6), (72, 6), (128, 8), (256, 8), (384, 8), (512, 32))
+# (experts, top_k): sizes of lanes, sizes with more than one register of experts a lane, the limits 1024 and 32.
+SIZES = (
+    *((4, 1), (8, 2), (16, 16), (32, 4), (60, 4), (64, 6), (72, 6), (128, 8)),
+    *((256, 8), (384, 8), (512, 32), (896, 16), (1024, 32)),
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check(logits: Tensor, top_k: int, ids_tolerance: float = 0.0, **options: object) -> None:
-    """The reference's ids, save where two choice values are closer than the tolerance; weights to a few fp32 ulps."""
+    """Compares ids with the reference's, unless two choice values are closer than the tolerance; weights to a few fp32
+    ulps."""
     poison = torch.full((logits.shape[0], top_k), torch.nan, device=logits.device)
     junk = torch.full((logits.shape[0], top_k), -77, dtype=torch.int32, device=logits.device)
     weights, ids = oxmoe.topk(logits, top_k, topk_weights=poison, topk_ids=junk, **options)
@@ -159,7 +163,7 @@ def test_padded_region(device: str, tokens: int, top_k: int, rng: torch.Generato
 
 
 def test_degenerate_scores_renormalize(device: str) -> None:
-    """Sigmoids that all but vanish beside a large bias: finite, and nothing is divided by zero."""
+    """Sigmoids all but vanish beside a large bias; weights are finite, and nothing is divided by zero."""
     logits = torch.full((5, 256), -100.0, device=device)
     bias = torch.linspace(11.1, 11.3, 256, device=device)
     weights, ids = oxmoe.topk(logits, 8, scoring_func="sigmoid", correction_bias=bias)
@@ -182,7 +186,7 @@ def test_extreme_logits(device: str) -> None:
 
 
 def test_reference_against_a_loop(rng: torch.Generator) -> None:
-    """DeepSeek-V3's grouped choice, spelled out."""
+    """The loop spells out DeepSeek-V3's grouped choice."""
     logits = torch.randn((9, 32), generator=rng)
     bias = torch.randn(32, generator=rng)
     weights, ids = reference.topk(

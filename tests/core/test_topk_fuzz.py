@@ -1,4 +1,4 @@
-"""Random problems of top-k: the CPU, the reference, the kernels' code on the host and, on a GPU, the kernels."""
+"""Random problems of top-k for the CPU, the reference, the kernels' code on the host and, on a GPU, the kernels."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_group_with_a_nan_is_the_best(host: HostSelect, scoring: str, group_sc
     given = options(
         scoring_func=scoring, num_expert_group=4, topk_group=1, group_score=group_score, correction_bias=bias
     )
-    # A softmax over all experts makes every score NaN, and all groups are equal.
+    # A softmax over all experts makes every score NaN, so all groups are equal.
     expected = [0, 1] if scoring == "softmax" else [5, 4]
     for _, ids in everywhere(host, Problem(logits, 2, given)):
         assert ids.tolist() == [expected]
@@ -86,8 +86,8 @@ def test_a_group_with_a_nan_is_the_best(host: HostSelect, scoring: str, group_sc
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize("biased", [True, False])
 def test_other_groups_are_never_chosen(host: HostSelect, scoring: str, biased: bool) -> None:
-    """384 experts in 32 groups of which three are best, each with one number and eleven -inf: all but those tie with
-    what experts of other groups would have where SGLang masks them."""
+    """384 experts are in 32 groups, of which three are best. Each group has one number and eleven -inf, which tie with
+    the numbers that SGLang's mask would give to experts of other groups."""
     logits = torch.full((1, 384), -math.inf)
     logits[0, ::12] = torch.arange(32.0) / 4
     bias = torch.zeros(384) if biased else None

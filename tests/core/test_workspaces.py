@@ -1,4 +1,5 @@
-"""Launches that count in counters of their workspace: the same kernel and the same bits on any number of workspaces."""
+"""Launches that count in counters of their workspace have the same kernel and the same bits on any number of
+workspaces."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from test_masked import draw
 from test_masked import make as make_experts
 
 MANY = 1000
-IN_THE_ARRAY = 256  # src/counters.rs
+IN_THE_ARRAY = 256  # workspaces that have counters, as in src/counters.rs
 # (format, (experts, hidden, intermediate), tokens, top_k, kernel); tokens 0: rows in expert order.
 LAUNCHES = [
     ("bf16", (128, 2048, 768), 4, 8, "routed_layer_sm90"),
@@ -37,7 +38,7 @@ LAUNCHES = [
 def test_one_plan(
     format: str, layer: tuple[int, int, int], tokens: int, top_k: int, kernel: str, driver: Path, tmp_path: Path
 ) -> None:
-    """Each has counters of its own, zero or what its last launch left; no workspace changes what is launched."""
+    """Each workspace has its own counters, zero or what its last launch left; no workspace changes what is launched."""
     arguments = {"format": format, "layer": layer, "tokens": tokens, "top_k": top_k, "count": MANY}
     result = execute(driver, tmp_path, "many_workspaces", arguments)
     array, calls, size = result["array"], result["calls"], result["size"]
@@ -68,7 +69,7 @@ def test_one_plan(
 
 
 def routed(kind: str, rng: torch.Generator) -> tuple[Callable[[Tensor | None], Tensor], Tensor, int]:
-    """A call from router logits, what the launches apart make of the same, and bytes of workspace."""
+    """Returns a call from router logits, the result of the separate launches, and the bytes of its workspace."""
     tokens, shape = (1 if kind == "mxfp4" else 5), Shape(kind, 16, 4, 512, 256)
     weights: Any = {
         "bf16": lambda: make_layer(shape, torch.bfloat16, "cuda", rng).weights(),
@@ -86,7 +87,7 @@ def routed(kind: str, rng: torch.Generator) -> tuple[Callable[[Tensor | None], T
 
 
 def masked(kind: str, rng: torch.Generator) -> tuple[Callable[[Tensor | None], Tensor], Tensor, int]:
-    """The same of rows in expert order, all of them there."""
+    """Returns the same three for rows in expert order, without padding rows."""
     shape, m = Shape(kind, 16, 1, 512, 256), 12
     weights, x = make_experts(kind, shape, "cuda", rng), draw(shape, kind, m, "cuda", rng)
     counts = torch.full((16,), m, dtype=torch.int32, device="cuda")
@@ -102,7 +103,7 @@ CASES = [(routed, "bf16"), (routed, "fp8_block"), (routed, "mxfp4"), (masked, "m
 
 
 def spaces_of(size: int, count: int = MANY) -> list[Tensor]:
-    """Workspaces full of ones: what is in them is nobody's counter."""
+    """Returns workspaces full of ones: no counter may lie in them."""
     step = -(-size // 256) * 256
     room = make_workspace(count * step, torch.device("cuda")).fill_(255)
     return [room[i * step : i * step + size] for i in range(count)]
@@ -140,5 +141,5 @@ def test_bits_in_a_graph(make: Any, kind: str, rng: torch.Generator) -> None:
             result.fill_(torch.nan)
         graph.replay()
         assert all(same_bits(result, expected) for result in results)
-        # Eager calls between replays count on.
+        # Eager calls between replays go on counting.
         assert same_bits(call(spaces[0]), expected) and same_bits(call(spaces[-1]), expected)

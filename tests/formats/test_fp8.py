@@ -37,7 +37,7 @@ def test_rows(shape: tuple[int, ...], dtype: torch.dtype, group: int, device: st
 
 
 def test_rows_of_every_number(device: str, rng: torch.Generator) -> None:
-    """Every bf16 that is a number, beside the largest e4m3: scale 1, so that every rounding shows."""
+    """Rows hold every bf16 that is a number, beside the largest e4m3: the scale is 1, so that every rounding shows."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = numbers[(numbers.abs() <= 448) & ~numbers.isnan()]
     numbers = torch.cat([numbers, numbers.new_zeros(-len(numbers) % 127)])[
@@ -189,7 +189,7 @@ def test_expert_parallel(device: str, rng: torch.Generator) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(device: str, rng: torch.Generator) -> None:
-    """Alone, in a tile of few, of many: the same bits."""
+    """A row has the same bits alone, in a tile of few tokens, and in one of many."""
     layer = make_fp8(SMALL, device, rng)
     made, x = layer.weights(), layer.x(700, rng)
     weights, ids = (part.to(device) for part in make_routing("uniform", 700, SMALL.experts, SMALL.top_k, rng))
@@ -199,7 +199,7 @@ def test_a_row_does_not_depend_on_the_others(device: str, rng: torch.Generator) 
 
 
 def test_zeros_and_not_finite(device: str, rng: torch.Generator) -> None:
-    """A token of zeros gives zeros, and what is not finite stays in its row."""
+    """A token of zeros gives zeros, and NaN and infinity stay in their row."""
     shape = SHAPES[0]
     layer = make_fp8(shape, device, rng)
     x, routing = layer.x(40, rng), make_routing("uniform", 40, shape.experts, shape.top_k, rng)
@@ -285,7 +285,7 @@ def test_fused_experts_refused(rng: torch.Generator) -> None:
         )
 
 
-# What is said of it
+# Descriptions and errors
 
 
 def test_attributes(rng: torch.Generator) -> None:

@@ -36,7 +36,7 @@ def mode(request: pytest.FixtureRequest) -> str:
 
 
 def guarded(codes: Tensor) -> Tensor:
-    """The same codes between others that are NaN: what is read before the first or behind the last shows."""
+    """Returns the codes between others that are NaN, so that a read before the first or behind the last code shows."""
     room = torch.full((codes.numel() + 2 * 4096,), 0x7F, dtype=torch.uint8, device=codes.device)
     own = room[4096 : 4096 + codes.numel()].view(codes.dtype).view(codes.shape)
     return own.copy_(codes)
@@ -56,7 +56,7 @@ def test_layer(shape: Shape, scales: str, tokens: int, mode: str, device: str, r
     check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
 
 
-@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
+@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "situ", "relu2", "gelu-plain"])
 @pytest.mark.parametrize("shape", [I176, I704], ids=lambda s: s.name)
 @pytest.mark.parametrize("tokens", [6, 300])
 def test_activations(name: str, shape: Shape, tokens: int, device: str, rng: torch.Generator) -> None:
@@ -76,7 +76,8 @@ def test_call_options(options: dict[str, Any], mode: str, device: str, rng: torc
 
 
 def in_fp64(layer: Fp8Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """The layer in fp64 with a scale for each row, by an index formula; bf16 between the GEMMs and of GEMM2's rows."""
+    """Computes the layer in fp64 with a scale for each row, by an index formula. Rows are bf16 between the GEMMs and
+    after GEMM2."""
     columns = layer.shape.intermediate
     w13 = layer.w13.double() * layer.w13_scale.double().view(layer.shape.experts, -1, 1)
     w2 = layer.w2.double() * layer.w2_scale.double().view(layer.shape.experts, -1, 1)
@@ -101,7 +102,7 @@ def in_fp64(layer: Fp8Tensor, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor
 @pytest.mark.parametrize("shape", CUT_SHAPES, ids=lambda s: s.name)
 def test_against_fp64(shape: Shape, scales: str, rng: torch.Generator) -> None:
     layer = make(shape, scales, "cpu", rng)
-    # A code on its border moves by an eighth. Of few columns that is much of a row, so there are many rows.
+    # A code on its border moves by an eighth. A row of few columns moves much with it, so there are many rows.
     tokens = 96
     x, routing = layer.x(tokens, rng), make_routing("uniform", tokens, shape.experts, shape.top_k, rng)
     result, truth = call(x, layer.weights("token"), *routing).double(), in_fp64(layer, x, *routing)
@@ -110,7 +111,7 @@ def test_against_fp64(shape: Shape, scales: str, rng: torch.Generator) -> None:
 
 
 def rows_between(workspace: Tensor, name: str, shape: Shape, tokens: int, dtype: torch.dtype) -> Tensor:
-    """What a call left in its workspace of each slot's row between the GEMMs."""
+    """Returns the row between the GEMMs that a call left in its workspace for each slot."""
     sizes = shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens
     text = oxmoe.explain(*sizes, format="fp8_tensor-token", gated=shape.gated, arch="cpu")
     found = re.search(rf"^ +(\d+) \+ (\d+) +{name}$", text, re.MULTILINE)
@@ -122,7 +123,7 @@ def rows_between(workspace: Tensor, name: str, shape: Shape, tokens: int, dtype:
 @pytest.mark.parametrize("shape", CUT_SHAPES, ids=lambda s: s.name)
 @pytest.mark.parametrize("tokens", [3, 300])
 def test_rows_end_in_zeros(shape: Shape, tokens: int, device: str, rng: torch.Generator) -> None:
-    """Whole blocks in a workspace that was all NaN; a row's scale is that of its own columns."""
+    """Rows are whole blocks in a workspace that was all NaN; a row's scale is that of its own columns."""
     layer = make(shape, "rows", device, rng)
     made, x = layer.weights("token"), layer.x(tokens, rng)
     routing = [part.to(device) for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng)]
@@ -140,7 +141,7 @@ def test_rows_end_in_zeros(shape: Shape, tokens: int, device: str, rng: torch.Ge
 
 @pytest.mark.parametrize("mode", ["token", "static"])
 def test_a_row_does_not_depend_on_the_others(mode: str, device: str, rng: torch.Generator) -> None:
-    """Alone, in a tile of few, of many: the same bits."""
+    """A row has the same bits alone, in a tile of few tokens, and in one of many."""
     layer = make(I704, "halves", device, rng)
     made, x = layer.weights(mode), layer.x(700, rng)
     weights, ids = (part.to(device) for part in make_routing("uniform", 700, I704.experts, I704.top_k, rng))
@@ -181,7 +182,8 @@ def test_is_the_layer_with_zeros_behind(scales: str, mode: str, device: str, rng
 
 @pytest.mark.parametrize("scales", SCALES)
 def test_rows_in_expert_order(scales: str, mode: str, device: str, rng: torch.Generator) -> None:
-    """Of `moe_masked` and `moe_contiguous`: moe's bits, but with one scale for all rows of a call, which are others."""
+    """`moe_masked` and `moe_contiguous` have moe's bits, unless all rows of a call share a scale: the rows of a call
+    differ."""
     if mode == "tensor":
         pytest.skip("one scale for all rows of a call")
     for shape in (I176, I704):
@@ -283,8 +285,8 @@ def test_graph_takes_other_routing(tokens: int, rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_numbers_of_rows_are_copied_on_hopper_alone(rng: torch.Generator) -> None:
-    """Weights are read where they lie. Kernels for Hopper read whole blocks of scales and biases, others as many as
-    there are."""
+    """Weights are read where they lie. Kernels for Hopper read whole blocks of scales and biases; others read as many
+    as exist."""
     layer = make(I176, "rows", "cuda", rng)
     made = layer.weights("token")
     assert made.w13 is layer.w13 and made.w2 is layer.w2 and made.w2_scale is layer.w2_scale and made.b2 is layer.b2

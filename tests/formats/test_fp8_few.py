@@ -14,7 +14,8 @@ from cases import ACTIVATIONS, Shape, tie_free_groups, tie_free_logits
 from fp8_cases import MODELS, call, check, make_fp8
 from oxmoe.testing import same_bits
 
-# Blocks of 256 in both places, as one launch needs them; tables of 128 and of 256 experts; others are taken apart.
+# The first shape has blocks of 256 in both places, as one launch needs them. Others have tables of 128 and of 256
+# experts, or take separate launches.
 FEW = (
     Shape("blocks-of-256", 16, 8, 512, 256),
     Shape("biases", 12, 4, 256, 768, bias=True),
@@ -42,7 +43,7 @@ def test_logits_and_ids_are_the_same_call(shape: Shape, tokens: int, device: str
 @pytest.mark.parametrize("groups", [0, 4])
 @pytest.mark.parametrize("tokens", [1, 6])
 def test_bias_and_groups(tokens: int, groups: int, device: str, rng: torch.Generator) -> None:
-    """DeepSeek-V3's router: what is chosen and how it is weighed is topk's."""
+    """With DeepSeek-V3's router, the choice and the weights are those of topk."""
     for shape in (FEW[0], FEW[2], *(MODELS if device == "cuda" else ())):
         router = {
             "scoring_func": "sigmoid",
@@ -143,7 +144,7 @@ def test_models(shape: Shape, tokens: int, rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_graph_takes_other_tokens(rng: torch.Generator) -> None:
-    """Launch after launch on one workspace, with other tokens and routing."""
+    """Launches follow each other on one workspace, with other tokens and routing."""
     shape = FEW[2]
     layer = make_fp8(shape, "cuda", rng)
     made, x, logits = layer.weights(), layer.x(4, rng), logits_of(4, shape, "cuda", rng)

@@ -1,7 +1,7 @@
-"""fp8_block experts with many rows an expert: GEMMs of rows that lie in the order of places.
+"""fp8_block experts with many rows each: GEMMs of rows that lie in the order of places.
 
-GEMM1 of a call whose tokens came as e4m3, or with fewer columns between the GEMMs, gathers them instead, and GEMM2 has
-a schedule of its own. All have the same bits.
+GEMM1 gathers rows instead if tokens came as e4m3, or if there are fewer columns between the GEMMs. GEMM2 then has a
+schedule of its own. All forms have the same bits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from oxmoe.testing import same_bits
 pytestmark = pytest.mark.gpu
 
 ORDERED, WIDE = "grouped_gemm_fp8_ordered", "grouped_gemm_fp8_wide"
-# One K block, odd numbers of blocks in every place, and what else the epilogues do.
+# Shapes of one K block, odd numbers of blocks in every place, and all that the epilogues do.
 SHAPES = (
     Shape("one-block", 4, 2, 128, 1024),
     Shape("odd-blocks", 5, 3, 384, 1152, bias=True),
@@ -33,7 +33,7 @@ SHAPES = (
 MODELS = (Shape("mixtral", 8, 2, 4096, 1792), Shape("dsv3", 4, 2, 7168, 2048))
 
 
-# GEMM1 gathers, GEMM2's rows lie in order: with six K blocks, five and seven.
+# Shapes whose GEMM1 gathers while GEMM2's rows lie in order: six K blocks, five and seven.
 GATHERED = (
     Shape("six-blocks", 5, 3, 256, 768, bias=True),
     Shape("five-blocks", 4, 2, 384, 640).with_options(layout="up_gate", activation="gelu"),
@@ -48,7 +48,7 @@ def plan_of(shape: Shape, tokens: int) -> str:
 
 
 def check_both(layer: Fp8, x: Tensor, *routing: Tensor, **options: Any) -> None:
-    """Near the reference, and with the bits of tokens that the caller quantised."""
+    """Checks that results are near the reference, and have the bits of tokens that the caller quantised."""
     assert f"{ORDERED}_sm90_{'gated' if layer.shape.gated else 'plain'}" in plan_of(layer.shape, len(x))
     result = check(layer, x, *routing, **options)
     codes, scales = quantize.per_token_group_quant_fp8(x, 128)
@@ -80,7 +80,7 @@ def test_routing_patterns(pattern: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("options", CALL_OPTIONS, ids=lambda options: next(iter(options)))
 def test_call_options(options: dict[str, Any], rng: torch.Generator) -> None:
-    """Expert parallel: half of the ids are another rank's, whose slots have no row."""
+    """With expert parallelism, half of the ids are another rank's, whose slots have no row."""
     shape = SHAPES[3]
     tokens, experts = tokens_of(shape, 500), shape.experts * options.get("ep_size", 1)
     layer = make_fp8(shape, "cuda", rng)
@@ -103,7 +103,7 @@ def check_gathered(layer: Fp8 | Fp8Tensor, x: Tensor, *routing: Tensor, **option
         result = check_tensor(layer, x, *routing, mode=layer.mode, **options)
     else:
         result = check(layer, x, *routing, **options)
-    # In tiles of few tokens, whose GEMM2 takes GEMM1's schedule: each call has a part of the tokens.
+    # In tiles of few tokens GEMM2 takes GEMM1's schedule: here each call has a part of the tokens.
     made, given = layer.weights(), [part.to(x.device) for part in routing]
     few = 90 * layer.shape.experts // layer.shape.top_k
     parts = [
@@ -151,7 +151,7 @@ def test_gathered_graph(rng: torch.Generator) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(rng: torch.Generator) -> None:
-    """In tiles of few, of many, in order: the same bits."""
+    """A row has the same bits in tiles of few tokens, of many, and in order."""
     shape = SHAPES[1]
     layer, tokens = make_fp8(shape, "cuda", rng), 1400
     made, x = layer.weights(), layer.x(tokens, rng)
@@ -181,7 +181,8 @@ def test_graph_takes_other_routing(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("counts", [[1000, 0, 193, 64], [192, 191, 65, 1], [0] * 4, [577, 384, 449, 1000]], ids=str)
 def test_masked(counts: list[int], rng: torch.Generator) -> None:
-    """Rows that lie expert by expert, quantised here or by the caller: as with tiles of few tokens."""
+    """Rows that lie expert by expert have the bits of tiles of few tokens, whether oxmoe or the caller quantised
+    them."""
     experts, m = len(counts), 1000
     shape = Shape("masked", experts, 1, 384, 640, bias=True)
     layer = make_fp8(shape, "cuda", rng)

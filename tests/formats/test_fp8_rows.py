@@ -46,7 +46,7 @@ def test_steps(shape: Shape, tokens: int, mode: str, device: str, rng: torch.Gen
     check_steps(layer, mode, layer.x(tokens, rng), *make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
 
 
-@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
+@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "situ", "relu2", "gelu-plain"])
 @pytest.mark.parametrize("tokens", [6, 200])
 def test_activations(name: str, tokens: int, device: str, rng: torch.Generator) -> None:
     layer = make(SMALL.with_options(**ACTIVATIONS[name]), device, rng)
@@ -58,8 +58,8 @@ def test_activations(name: str, tokens: int, device: str, rng: torch.Generator) 
 def test_call_options(options: dict[str, Any], tokens: int, device: str, rng: torch.Generator) -> None:
     layer = make(SMALL, device, rng)
     routing = make_routing("holes", tokens, SMALL.experts * options.get("ep_size", 1), SMALL.top_k, rng)
-    # NOTE: one scale a row has large steps for its small numbers: wgmma's rounding alone brings one layer in some
-    # hundreds beyond the bar, where given scales stay at half of it.
+    # NOTE: one scale a row has large steps for its small numbers. wgmma's rounding alone brings one layer in some
+    # hundreds beyond the bar, while given scales stay at half of it.
     mode = "token" if device == "cpu" else "static"
     check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode, **options)
 
@@ -72,7 +72,7 @@ def test_router_logits(device: str, rng: torch.Generator) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(device: str, rng: torch.Generator) -> None:
-    """Alone, in a tile of few, of many, and where GEMM2 keeps its tokens: the same bits."""
+    """A row has the same bits alone, in a tile of few tokens, in one of many, and if GEMM2 keeps its tokens."""
     for shape in (SMALL, PAIRS):
         layer = make(shape, device, rng)
         made, x = layer.weights("token"), layer.x(700, rng)
@@ -83,7 +83,7 @@ def test_a_row_does_not_depend_on_the_others(device: str, rng: torch.Generator) 
 
 
 def test_equal_scales_of_powers_of_two_are_one_scale(mode: str, device: str, rng: torch.Generator) -> None:
-    """Powers of two multiply without rounding, wherever they do."""
+    """Powers of two multiply without rounding, wherever kernels apply them."""
     layer = make_fp8_tensor(SMALL, device, rng, halves=True)
     layer.w13_scale, layer.w2_scale = (
         torch.full_like(layer.w13_scale, 2.0**-8),
@@ -111,7 +111,7 @@ def test_quantised_tokens(device: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("counts", [[300, 0, 193, 64], [17, 3, 1, 0]], ids=str)
 def test_masked(counts: list[int], device: str, rng: torch.Generator) -> None:
-    """Rows in expert order, in tiles for few and for many of them: the bits of a routed layer."""
+    """Rows in expert order have the bits of a routed layer, in tiles for few rows and for many."""
     shape = Shape("masked", 4, 1, 384, 640, bias=True)
     made, m = make(shape, device, rng).weights("token"), 300
     x = torch.randn((4, m, shape.hidden), generator=rng).bfloat16().to(device)
@@ -125,7 +125,7 @@ def test_masked(counts: list[int], device: str, rng: torch.Generator) -> None:
 
 
 def test_fused_experts(device: str, rng: torch.Generator) -> None:
-    """SGLang's call of a compressed-tensors checkpoint, whose tokens are quantised one by one."""
+    """SGLang's call of a compressed-tensors checkpoint quantises tokens one by one."""
     layer = make(SMALL, device, rng)
     x = layer.x(20, rng)
     routing = tuple(part.to(device) for part in make_routing("holes", 20, SMALL.experts, SMALL.top_k, rng))
@@ -158,7 +158,7 @@ def test_fused_experts(device: str, rng: torch.Generator) -> None:
 
 
 def test_numbers_are_those_of_the_weights(device: str, rng: torch.Generator) -> None:
-    """Beside the layer of the numbers that codes and scales stand for."""
+    """The layer is compared with the layer of the numbers that codes and scales stand for."""
     layer = make(SMALL, device, rng)
     x, routing = layer.x(64, rng), routed(SMALL, 64, device, rng)
     w13, w2 = (w.float() * s for w, s in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)))
@@ -177,7 +177,7 @@ def test_attributes(device: str, rng: torch.Generator) -> None:
         made.w13, made.w2, made.w13_scale, made.w2_scale, per_token=True, **layer.options
     )
     assert same_bits(call(x, again, *routing), expected)
-    # The scales are read where they are.
+    # Scales are read in the caller's memory.
     made.w2_scale.mul_(2)
     layer.b2.mul_(2)
     assert same_bits(call(x, made, *routing), expected * 2)

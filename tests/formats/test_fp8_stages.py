@@ -23,23 +23,25 @@ from fp8_cases import MODELS, MODES, SHAPES, Fp8, Fp8Tensor, make_fp8, make_fp8_
 from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits, ulp
 
-# Sums in fp32 differ in their order alone; wgmma's move a result to its neighbour where it was near the border: with
-# noise of 1.25e-4 of a row's size 0.6 % of them, with that of sums that stay in wgmma for 7168 columns (2e-3) 10 %.
+# fp32 sums differ in their order alone. wgmma's sums move a result to its neighbour if it was near the border: with
+# noise of 1.25e-4 of a row's size 0.6 % of results, and with the noise of sums that stay in wgmma for 7168 columns
+# (2e-3) 10 %.
 CPU_BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
 GPU_BAR = Bar(max_ulp=3.0, ulps=0.9, share=5e-2)
-# The largest number of a scale that GEMM1's epilogue makes may be two steps of bf16 away.
+# The largest number of a scale that GEMM1's epilogue makes may be two bf16 steps off.
 NEAR = 2.0**-6
 
-# GEMM2 of 256 to 1024 columns has a kernel of its own where tiles are wide.
+# GEMM2 of 256 to 1024 columns has a kernel of its own if tiles are wide.
 PAIRS = Shape("pairs-of-blocks", 4, 2, 512, 512, bias=True)
-# Groups of 128 columns between the GEMMs for every multiprocessor: then GEMM1 quantises in tiles of few tokens, too.
+# There is a group of 128 columns between the GEMMs for every multiprocessor, so GEMM1 quantises in tiles of few tokens,
+# too.
 GROUPS = Shape("many-groups", 48, 4, 384, 640, bias=True)
 KINDS = ("block", *MODES)
 
 
 @dataclasses.dataclass
 class Steps:
-    """What a call left in its workspace, rows of GEMM1's and GEMM2's output in the order of places."""
+    """The rows that a call left in its workspace: GEMM1's and GEMM2's output, in the order of places."""
 
     x: tuple[Tensor, Tensor]  # codes, scales
     hidden: Tensor
@@ -47,7 +49,7 @@ class Steps:
     rows: Tensor
     out: Tensor
     place_of_slot: Tensor
-    slots: list[Tensor]  # of each expert's places, in their order
+    slots: list[Tensor]  # slots of each expert's places, in their order
 
 
 def run(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, ids: Tensor) -> Steps:
@@ -83,13 +85,13 @@ def run(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, ids: Tens
 
 
 def scales_of(layer: Fp8 | Fp8Tensor, kind: str, number: int) -> dict[str, Any]:
-    """Options of reference.fp8_rows."""
+    """Returns options of reference.fp8_rows."""
     given = (layer.a13_scale, layer.a2_scale)[number] if isinstance(layer, Fp8Tensor) and kind == "static" else None
     return {"scale": given, "dynamic": kind if kind in ("tensor", "token") else None}
 
 
 def matrices(layer: Fp8 | Fp8Tensor) -> tuple[Tensor, Tensor]:
-    """Scales of w13 and w2 as the reference takes them."""
+    """Returns the scales of w13 and w2 as the reference takes them."""
     if isinstance(layer, Fp8):
         return layer.w13_scale, layer.w2_scale
     return layer.tables
@@ -120,7 +122,7 @@ def check_steps(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, i
         results.append((sums if layer.b2 is None else sums + layer.b2[expert].float()).bfloat16())
     act = torch.cat(acts)
     if act.numel() and bool(steps.hidden.isnan().all()):
-        # GEMM1 quantises what it gives.
+        # GEMM1 quantises its own output.
         assert x.is_cuda and kind in ("block", "static")
         check_near(steps.hidden_e4m3, act, layer, kind)
     else:
@@ -137,7 +139,7 @@ def check_steps(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, i
 
 
 def check_near(actual: tuple[Tensor, Tensor], act: Tensor, layer: Fp8 | Fp8Tensor, kind: str) -> None:
-    """Codes of numbers that are up to two ulp away from those of act."""
+    """Checks codes of numbers that are up to two ulp away from the numbers of act."""
     scales = reference.fp8_rows(act, **scales_of(layer, kind, 1))[1]
     if kind == "static":
         assert actual[1].equal(scales)
@@ -174,7 +176,7 @@ def test_routing_patterns(pattern: str, kind: str, device: str, rng: torch.Gener
 
 
 @pytest.mark.parametrize("kind", ["block", "static"])
-@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
+@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "situ", "relu2", "gelu-plain"])
 def test_activations(name: str, kind: str, device: str, rng: torch.Generator) -> None:
     for shape in (SHAPES[2], GROUPS):
         layer = make(kind, shape.with_options(**ACTIVATIONS[name]), device, rng)
@@ -195,7 +197,7 @@ def test_models(shape: Shape, tokens: int, kind: str, rng: torch.Generator) -> N
 @pytest.mark.parametrize("tokens", [40, 300, 700, 3000])
 @pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
 def test_second_gemm_reads_nothing_early(shape: Shape, tokens: int, rng: torch.Generator) -> None:
-    """It begins before GEMM1 ends: what GEMM1 has not written yet is NaN."""
+    """GEMM2 begins before GEMM1 ends: rows that GEMM1 has not written yet are NaN."""
     layer = make_fp8(shape, "cuda", rng)
     made, x = layer.weights(), layer.x(tokens, rng)
     weights, ids = (part.cuda() for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
@@ -210,7 +212,7 @@ def test_second_gemm_reads_nothing_early(shape: Shape, tokens: int, rng: torch.G
 
 @pytest.mark.parametrize("gated", [True, False])
 def test_a_row_has_the_same_bits_in_every_tile(gated: bool, device: str, rng: torch.Generator) -> None:
-    """GEMM1's output quantised behind it, and by its epilogue in tiles of few and of many tokens."""
+    """GEMM1's output is quantised after it, and by its epilogue in tiles of few and of many tokens."""
     options = {} if gated else ACTIVATIONS["relu2"]
     layer, tokens = make_fp8(GROUPS.with_options(**options), device, rng), 3000
     made, x = layer.weights(), layer.x(tokens, rng)

@@ -39,7 +39,7 @@ def test_routing_patterns(pattern: str, mode: str, device: str, rng: torch.Gener
         check_tensor(layer, layer.x(tokens, rng), *routing, mode=mode)
 
 
-@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "relu2", "gelu-plain"])
+@pytest.mark.parametrize("name", ["swiglu-up-gate", "gpt-oss-halves", "situ", "relu2", "gelu-plain"])
 @pytest.mark.parametrize("tokens", [6, 200])
 def test_activations(name: str, tokens: int, mode: str, device: str, rng: torch.Generator) -> None:
     shape = SMALL.with_options(**ACTIVATIONS[name])
@@ -65,7 +65,7 @@ def test_router_logits(mode: str, device: str, rng: torch.Generator) -> None:
 
 
 def test_is_fp8_block_with_equal_scales(device: str, rng: torch.Generator) -> None:
-    """A group of 128 columns is a whole row: then rows are quantised as fp8_block quantises them."""
+    """A group of 128 columns is a whole row, so rows are quantised as fp8_block quantises them."""
     shape = SHAPES[1]
     layer = make_fp8_tensor(shape, device, rng)
     tables = blocks_of(layer.w13_scale, layer.w13), blocks_of(layer.w2_scale, layer.w2)
@@ -77,7 +77,7 @@ def test_is_fp8_block_with_equal_scales(device: str, rng: torch.Generator) -> No
 
 @pytest.mark.parametrize("mode", ["token", "static"])
 def test_a_row_does_not_depend_on_the_others(mode: str, device: str, rng: torch.Generator) -> None:
-    """Alone, in a tile of few, of many: the same bits."""
+    """A row has the same bits alone, in a tile of few tokens, and in one of many."""
     layer = make_fp8_tensor(SMALL, device, rng)
     made, x = layer.weights(mode), layer.x(700, rng)
     weights, ids = (part.to(device) for part in make_routing("uniform", 700, SMALL.experts, SMALL.top_k, rng))
@@ -87,7 +87,7 @@ def test_a_row_does_not_depend_on_the_others(mode: str, device: str, rng: torch.
 
 
 def test_one_scale_for_a_call_counts_every_row(device: str, rng: torch.Generator) -> None:
-    """The last number of the last row decides; a call after it starts from nothing."""
+    """The last number of the last row decides the scale; a call after it starts anew."""
     layer = make_fp8_tensor(SMALL, device, rng)
     for tokens in (3, 150, 700):
         routing = make_routing("uniform", tokens, SMALL.experts, SMALL.top_k, rng)
@@ -135,7 +135,7 @@ def test_scales_in_every_shape(device: str, rng: torch.Generator) -> None:
 
 
 def test_largest_scale_of_the_experts(device: str, rng: torch.Generator) -> None:
-    """As SGLang takes the scales of a checkpoint that has one for each expert."""
+    """SGLang takes the largest scale of a checkpoint that has one for each expert."""
     layer = make_fp8_tensor(SMALL, device, rng)
     x, routing = layer.x(20, rng), make_routing("uniform", 20, SMALL.experts, SMALL.top_k, rng)
     expected = call(x, layer.weights("static"), *routing)
@@ -199,7 +199,7 @@ def test_fused_experts_refused(rng: torch.Generator) -> None:
         attempt(a1_scale=torch.ones(1))
 
 
-# What is said of it
+# Descriptions and errors
 
 
 def test_attributes(rng: torch.Generator) -> None:
@@ -214,7 +214,7 @@ def test_attributes(rng: torch.Generator) -> None:
         assert name in oxmoe.explain(256, 8, 7168, 256, 64, format=name, arch="cpu")
     assert made.a13_scale is layer.a13_scale and made.a2_scale is layer.a2_scale
     assert layer.weights().a13_scale is None
-    # Where nothing is said: a scale for each row, or those that are given.
+    # By default each row has a scale, unless scales are given.
     assert oxmoe.ExpertWeights.fp8_tensor(*layer.operands).format == "fp8_tensor-token"
     static = oxmoe.ExpertWeights.fp8_tensor(*layer.operands, **layer.scaling("static"))
     assert static.format == "fp8_tensor-static"

@@ -19,7 +19,7 @@ SMALL = SHAPES[2]
 
 
 def given(x: Tensor, scale: Tensor, weights: oxmoe.ExpertWeights, *routing: Tensor, **options: Any) -> Tensor:
-    """moe into NaN, with a workspace of NaN."""
+    """Runs moe into an output of NaN, with a workspace of NaN."""
     routing = tuple(part.to(x.device) for part in routing)
     slots = routing[1].shape[1] if routing else options["top_k"]
     out = torch.full(x.shape, math.nan, dtype=torch.bfloat16, device=x.device)
@@ -29,7 +29,7 @@ def given(x: Tensor, scale: Tensor, weights: oxmoe.ExpertWeights, *routing: Tens
 
 
 def packed(scales: Tensor, *, column_major: bool) -> Tensor:
-    """Powers of two [T, G] as int32 [T, ceil(G / 4)], column-major with rows padded to 4."""
+    """Packs powers of two [T, G] to int32 [T, ceil(G / 4)], column-major with rows padded to 4."""
     tokens, groups = scales.shape
     bytes_ = torch.zeros((tokens, -(-groups // 4) * 4), dtype=torch.int32, device=scales.device)
     bytes_[:, :groups] = scales.log2().round().int() + 127
@@ -50,7 +50,7 @@ def column_major(scales: Tensor, padding: int) -> Tensor:
 @pytest.mark.parametrize("tokens", [0, 1, 7, 64, 130, 700])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
 def test_scales_of_groups(shape: Shape, tokens: int, device: str, rng: torch.Generator) -> None:
-    """The same bits as with bf16 tokens, which are quantised in the same way, whatever the scales' order is."""
+    """The bits are those of bf16 tokens, which are quantised in the same way, whatever the order of the scales is."""
     layer = make_fp8(shape, device, rng)
     made, x = layer.weights(), layer.x(tokens, rng)
     routing = make_routing("holes", tokens, shape.experts, shape.top_k, rng)
@@ -73,7 +73,7 @@ def test_packed_powers_of_two(shape: Shape, tokens: int, device: str, rng: torch
 
 
 def test_what_the_quantiser_gives(device: str, rng: torch.Generator) -> None:
-    """SGLang's options of per_token_group_quant_fp8."""
+    """Tokens come with each of SGLang's options of per_token_group_quant_fp8."""
     layer = make_fp8(SMALL, device, rng)
     made, x = layer.weights(), layer.x(33, rng)
     routing = make_routing("uniform", 33, SMALL.experts, SMALL.top_k, rng)
@@ -87,7 +87,7 @@ def test_what_the_quantiser_gives(device: str, rng: torch.Generator) -> None:
 
 
 def test_bytes_at_the_ends(device: str, rng: torch.Generator) -> None:
-    """0 is 2^-127 and 255 not a number."""
+    """The byte 0 is 2^-127, and 255 is not a number."""
     layer = make_fp8(SHAPES[1], device, rng)
     layer.b13, layer.b2 = None, None
     codes = torch.ones((3, 128), device=device).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""int4 experts: a layer of them is the layer of the numbers that they stand for."""
+"""int4 experts: such a layer is the layer of the numbers that codes and scales stand for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oxmoe import reference
 from oxmoe.formats import int4
 from oxmoe.testing import assert_close_ulp, same_bits
 
-# Kimi K2's sizes a rank and Qwen3's, narrowed; odd row and column counts; sizes of 2880, 704 and 1408.
+# Kimi K2's sizes of a rank and Qwen3's, narrowed; odd row and column counts; sizes of 2880, 704 and 1408.
 SHAPES = (
     Shape("kimi-k2-tp8-narrow", 12, 8, 896, 256),
     Shape("qwen3-small", 16, 8, 256, 96),
@@ -54,9 +54,9 @@ def rows_of(tokens: int, shape: Shape, device: str, rng: torch.Generator) -> tor
 
 
 def check(layer: Int4, x: torch.Tensor, routing: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Against the reference of plain weights, with outputs that were poisoned before."""
+    """Compares a layer with the reference of plain weights, with outputs that were poisoned before."""
     weights = layer.weights()
-    # The reference takes one expert after the other: a whole layer of Kimi K2 in doubles is larger than a GPU's memory.
+    # The reference takes one expert after the other: a whole layer of Kimi K2 in fp64 is larger than a GPU's memory.
     w13 = int4.Experts(layer.w13, layer.w13_scale, layer.w13_zeros)
     w2 = int4.Experts(layer.w2, layer.w2_scale, layer.w2_zeros)
     out = torch.full_like(x, torch.nan)
@@ -123,7 +123,7 @@ def test_other_dtypes_on_cpus(dtype: torch.dtype, rng: torch.Generator) -> None:
 
 
 def test_weights_at_the_ends_of_bf16(device: str, rng: torch.Generator) -> None:
-    """Scales that are infinite, NaN, zero, and so small that products are subnormal give bf16 arithmetic."""
+    """Scales that are infinite, NaN, zero, or so small that products are subnormal, give bf16 arithmetic."""
     shape = Shape("ends", 2, 1, 64, 64)
     layer = make(shape, rng)
     layer.w2_scale[:] = 0.05
@@ -218,7 +218,7 @@ def test_what_is_refused(device: str, rng: torch.Generator) -> None:
         (NotImplementedError, "int4 experts as bare tensors", lambda: _bare(layer)),
     ]
     if device == "cpu":
-        # A producer that is no torch has no method to look at its numbers with.
+        # numpy's arrays have no method that looks at their numbers, unlike torch's tensors.
         numpy = {name: getattr(layer, name).numpy() for name in ("w13", "w2", "w13_zeros", "w2_zeros")}
         scales = (layer.w13_scale.float().numpy(), layer.w2_scale.float().numpy())
         zeros = {"w13_zeros": numpy["w13_zeros"] + 17, "w2_zeros": numpy["w2_zeros"]}
@@ -242,7 +242,7 @@ def _bare(layer: Int4) -> None:
 @pytest.mark.parametrize("tokens", [1, 3, 64, 257, 1024])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_kimi_k2(tokens: int, zeros: bool, rng: torch.Generator) -> None:
-    """Kimi K2's layer of a rank of eight, whole: groups of 32, and with zero points of 128."""
+    """The layer is Kimi K2's on a rank of eight, whole: groups of 32, and groups of 128 with zero points."""
     shape = Shape("kimi-k2-tp8", 384, 8, 7168, 256)
     layer = make(shape, rng, group=128 if zeros else 32, zeros=zeros).to("cuda")
     routing = tuple(t.to("cuda") for t in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
@@ -253,7 +253,8 @@ def test_kimi_k2(tokens: int, zeros: bool, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("columns", [(512, 256), (320, 96)], ids=str)
 def test_every_tile(columns: tuple[int, int], zeros: bool, rng: torch.Generator) -> None:
-    """Means of an expert's slots on either side of the tiles' borders; K of whole stages of four blocks and not."""
+    """Means of an expert's slots are on either side of the tiles' borders. K is whole stages of four blocks, or is
+    not."""
     shape = Shape("tiles", 4, 2, *columns, bias=True)
     layer = make(shape, rng, zeros=zeros).to("cuda")
     for mean in (1, 9, 12, 18, 22, 30, 48, 60, 70, 90, 110, 140, 200, 420):
@@ -263,7 +264,7 @@ def test_every_tile(columns: tuple[int, int], zeros: bool, rng: torch.Generator)
 
 @pytest.mark.gpu
 def test_portable_kernels_have_the_same_packed_form(rng: torch.Generator) -> None:
-    """Bytes of the packed form, by the places that csrc/common/int4.cuh gives them."""
+    """Bytes of the packed form lie in the places that csrc/common/int4.cuh gives them."""
     shape = Shape("packed", 2, 1, 96, 160)
     layer = make(shape, rng, zeros=True).to("cuda")
     packed = layer.weights().w13_packed

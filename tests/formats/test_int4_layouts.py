@@ -23,7 +23,7 @@ Of = Callable[[int, int], int]
 
 
 def words(rows: int, columns: int, places: Callable[[int, int, int], int]) -> Tensor:
-    """int32 [rows, columns] of places(row, column, number of four bits)."""
+    """Returns int32 [rows, columns] of words with the four bits places(row, column, number) each."""
     found = [
         [sum(places(row, column, i) << (4 * i) for i in range(8)) for column in range(columns)] for row in range(rows)
     ]
@@ -83,7 +83,7 @@ def gptq(one: Drawn, less: int = 1) -> dict[str, Tensor]:
 
 
 def marlin(one: Drawn) -> dict[str, Tensor]:
-    """By the loops of gptq_marlin_repack.cuh, and the orders of get_scale_perms and of marlin_zero_points."""
+    """Packs by the loops of gptq_marlin_repack.cuh, and the orders of get_scale_perms and of marlin_zero_points."""
 
     def code(tile: int, word: int, i: int) -> int:
         tile_n, lane, warp = word // 128, word % 128 // 4, word % 4
@@ -92,7 +92,7 @@ def marlin(one: Drawn) -> dict[str, Tensor]:
         return one.code(64 * tile_n + 16 * warp + lane // 4 + 8 * (value // 4), column)
 
     def of_scale(place: int) -> int:
-        """The row whose scale is at this place."""
+        """Returns the row whose scale is at this place."""
         if one.groups > 1:
             return place // 64 * 64 + place % 64 // 8 + 8 * (place % 8)
         return place // 32 * 32 + 2 * (place % 32 // 8) + (0, 1, 8, 9, 16, 17, 24, 25)[place % 8]
@@ -134,7 +134,7 @@ def test_layouts(name: str, sizes: tuple[int, int, int], rng: torch.Generator) -
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_experts(name: str, device: str, rng: torch.Generator) -> None:
-    """Leading dimensions stay, also where tensors are views with gaps, and on GPUs."""
+    """Leading dimensions stay, also if tensors are views with gaps, and on GPUs."""
     pack, read, lowest = LAYOUTS[name]
     drawn = [Drawn(64, 64, 2, rng, lowest) for _ in range(6)]
     packed = [pack(one) for one in drawn]
@@ -229,7 +229,7 @@ def test_a_layer(name: str, device: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_compressed_tensors(symmetric: bool, rng: torch.Generator) -> None:
-    """What its compressor writes is what it reads back as numbers."""
+    """compressed-tensors' own code reads back the numbers that its compressor wrote."""
     helpers = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
     one = Drawn(16, 64, 2, rng)
     packed = helpers.pack_to_int32(one.codes.to(torch.int8) - 8, 4)
@@ -239,7 +239,7 @@ def test_compressed_tensors(symmetric: bool, rng: torch.Generator) -> None:
 
 @pytest.fixture
 def marlin_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """SGLang's code of its tests, which takes a type of its kernels for annotations alone."""
+    """Imports SGLang's code of its tests. A stub stands for a type of its kernels, which only annotations name."""
     pytest.importorskip("sglang.srt.layers.quantization.marlin_utils")
     kernel, types = ModuleType("sgl_kernel"), ModuleType("sgl_kernel.scalar_type")
     types.ScalarType = kernel.scalar_type = object  # type: ignore[attr-defined]
@@ -250,7 +250,7 @@ def marlin_utils(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_sglang(sizes: tuple[int, int, int], marlin_utils: ModuleType, rng: torch.Generator) -> None:
-    """Its functions that permute weights, scales and zero points for Marlin, and those that pack AWQ's and GPTQ's."""
+    """SGLang's functions permute weights, scales and zero points for Marlin, and pack those of AWQ and GPTQ."""
     from sglang.srt.layers.quantization import marlin_utils as utils
 
     one = Drawn(*sizes, rng)

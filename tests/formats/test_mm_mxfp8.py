@@ -16,7 +16,7 @@ from op_checks import opcheck
 from oxmoe import SfLayout, quantize
 from oxmoe.testing import same_bits
 
-# flashinfer's sizes, and awkward ones.
+# (m, n, k) of flashinfer's tests, and awkward ones.
 SHAPES = [
     (1, 128, 128),
     (4, 384, 2048),
@@ -32,7 +32,7 @@ SHAPES = [
 
 
 def operand(rows: int, k: int, rng: torch.Generator, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scales [rows, k / 32], fp64): all codes but NaN, scales of several powers."""
+    """Returns (codes, scales [rows, k / 32], fp64 numbers): all codes but NaN, scales of several powers."""
     codes = torch.randint(0, 256, (rows, k), generator=rng, dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 0x11
     scales = torch.randint(117, 123, (rows, k // 32), generator=rng, dtype=torch.uint8)
@@ -41,7 +41,7 @@ def operand(rows: int, k: int, rng: torch.Generator, device: str) -> tuple[Tenso
 
 
 def check(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Within half an ulp of the output's type and what fp32 sums can lose, subnormal numbers among it."""
+    """Checks for half an ulp of the output's type, and for what fp32 sums and subnormal numbers can lose."""
     expected, size = a @ b.T, a.abs() @ b.abs().T
     step = torch.finfo(out.dtype).eps
     error = (out.cpu().double() - expected).abs()
@@ -79,7 +79,7 @@ def test_by_definition(shape: tuple[int, int, int], out_dtype: torch.dtype, devi
 @pytest.mark.parametrize("layout", [SfLayout.layout_128x4, SfLayout.layout_linear])
 @pytest.mark.parametrize("value_scale", [1e-3, 0.1, 1.0, 50.0])
 def test_as_flashinfer_tests(layout: SfLayout, value_scale: float, device: str, rng: torch.Generator) -> None:
-    """Quantised numbers multiply to what the numbers do, at flashinfer's bar for swizzled scales."""
+    """Quantised numbers multiply to the product of the original numbers, at flashinfer's bar for swizzled scales."""
     m, n, k = 48, 256, 1024
     x = (torch.randn((m, k), generator=rng) * value_scale).to(device, torch.bfloat16)
     weight = (torch.randn((n, k), generator=rng) * value_scale).to(device, torch.bfloat16)
@@ -92,7 +92,7 @@ def test_as_flashinfer_tests(layout: SfLayout, value_scale: float, device: str, 
 
 
 def test_numbers_at_the_edges(device: str, rng: torch.Generator) -> None:
-    """NaN of either kind stays in its row and column; scales far from 1; nothing of what lies beyond k is read."""
+    """NaN of either kind stays in its row and column. Scales are far from 1. Nothing beyond k is read."""
     m, n, k = 20, 96, 416
     a, a_scales, _ = operand(m, k, rng, device)
     b, b_scales, _ = operand(n, k, rng, device)
@@ -151,7 +151,8 @@ def test_models_sizes(m: int, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SHARED_TILES, ids=str)
 def test_shared_tiles(size: tuple[int, int, int], rng: torch.Generator) -> None:
-    """Tiles whose K several CTAs share, in some sizes in front of whole ones: the same bits in any order of CTAs."""
+    """Several CTAs share the K of a tile, in some sizes before whole tiles: the bits are the same in any order of
+    CTAs."""
     m, n, k = size
     a, a_scales, a_values = operand(m, k, rng, "cuda")
     b, b_scales, b_values = operand(n, k, rng, "cuda")
@@ -167,7 +168,7 @@ def test_shared_tiles(size: tuple[int, int, int], rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_in_a_graph(rng: torch.Generator) -> None:
-    """Quantiser and GEMM in a captured graph, with other numbers at each replay."""
+    """Quantiser and GEMM run in a captured graph, with other numbers at each replay."""
     for m in (5, 300):
         x = torch.zeros((m, 512), device="cuda", dtype=torch.bfloat16)
         b, b_scales, _ = operand(256, 512, rng, "cuda")
@@ -184,7 +185,8 @@ def test_in_a_graph(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_linear(dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
-    """SGLang's arguments: scales of both forms, three dimensions, a bias in the output's type, codes as input."""
+    """SGLang's arguments are scales of both forms, three dimensions, a bias in the output's type, and codes as
+    input."""
     n, k = 160, 320
     weight, weight_scale, values = operand(n, k, rng, device)
     x = torch.randn((3, 5, k), generator=rng).to(device, dtype)
@@ -247,7 +249,7 @@ def test_refusals(device: str, rng: torch.Generator) -> None:
         (ValueError, "out_dtype: expected bfloat16 or float16, got float32", {"out_dtype": torch.float32}),
         (ValueError, r'out: dimension 0 "m": expected 6 \(from a\), got 40', {"out": poisoned.view(40, 6)}),
         (ValueError, "out: expected dtype float16", {"out": poisoned, "out_dtype": torch.float16}),
-        # With several faults at once: what the operands are, then how they lie.
+        # With several faults at once, what the operands are is named first, and how they lie second.
         (
             ValueError,
             "a: expected dtype float8_e4m3fn, got bfloat16",

@@ -24,7 +24,7 @@ places = pytest.mark.parametrize(
     [*(("cpu", dtype) for dtype in DTYPES), pytest.param("cuda", "bf16", marks=pytest.mark.gpu)],
 )
 
-# GPT-OSS's ratio and its sizes one at a time; the sizes of other models' slices; the least there is.
+# GPT-OSS's ratio, and its sizes one at a time; the sizes of other models' slices; the least sizes.
 SHAPES = (
     Shape("gpt-oss-small", 8, 4, 288, 288, bias=True, options=tuple(GPT_OSS.items())),
     Shape("h2880", 3, 2, 2880, 64, bias=True, options=tuple(GPT_OSS.items())),
@@ -46,7 +46,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 
 def test_reference_weights_are_the_definition() -> None:
-    """Every scale with every code, against numbers written out here; even columns are low nibbles."""
+    """Every scale with every code is compared with numbers written out here; even columns are low nibbles."""
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).repeat(16, 1)
     scales = torch.arange(256, dtype=torch.uint8).view(256, 1)
     values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -72,7 +72,7 @@ def test_reference_weights_are_the_definition() -> None:
 
 @dtypes
 def test_every_number_is_multiplied_exactly(dtype: str) -> None:
-    """The first GEMM makes rows of the identity, so the second writes its weights out: each scale with each code.
+    """GEMM1 makes rows of the identity, so GEMM2 writes its weights out: each scale with each code.
 
     bf16 numbers below 2^-126 are zero on CPUs with bf16 instructions.
     """
@@ -100,7 +100,8 @@ def test_every_number_is_multiplied_exactly(dtype: str) -> None:
 @places
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_special_scales_and_codes(device: str, dtype: str, tokens: int, rng: torch.Generator) -> None:
-    """Blocks of zeros and -0, the least and the largest scale, NaN blocks: on CPU what plain experts make of them."""
+    """Blocks of zeros and -0, the least and the largest scale, and NaN blocks: on CPU they give what plain experts
+    give."""
     shape = Shape("special", 4, 2, 96, 64)
     routing = tuple(t.to(device) for t in make_routing("uniform", tokens, shape.experts, shape.top_k, rng))
     blocks = make_blocks(shape, dtype, device, rng)
@@ -111,7 +112,7 @@ def test_special_scales_and_codes(device: str, dtype: str, tokens: int, rng: tor
     result = check(blocks, x, *routing)
     assert bool((result[:, ::3] == 0).all()) and bool((result != 0).any())
 
-    # NOTE: of the scale 254 most codes are beyond bf16: there the CPU saturates, and GPUs do not.
+    # NOTE: with the scale 254 most codes are beyond bf16: there the CPU saturates, and GPUs do not.
     for scale in (254, 255) if device == "cpu" else (255,):
         blocks = make_blocks(shape, dtype, device, rng)
         blocks.w2_scale[:, 5] = scale
@@ -128,7 +129,7 @@ def test_special_scales_and_codes(device: str, dtype: str, tokens: int, rng: tor
     blocks = make_blocks(shape, dtype, device, rng)
     blocks.w2_scale.fill_(0)
     blocks.w13_scale.fill_(0)
-    # NOTE: not the reference's numbers: CPUs with bf16 instructions count these weights as zero.
+    # NOTE: the reference is no bar here: CPUs with bf16 instructions count these weights as zero.
     result = call(x, blocks.weights(), *routing)
     assert float(result.abs().max()) < 1e-30
     assert device != "cpu" or same_bits(result, call(x, blocks.plain.weights(), *routing))
@@ -136,7 +137,8 @@ def test_special_scales_and_codes(device: str, dtype: str, tokens: int, rng: tor
 
 @pytest.mark.parametrize("tokens", [3, 40, 400])
 def test_large_scales(device: str, tokens: int, rng: torch.Generator) -> None:
-    """Scales up to 2^125, in another range for each expert: packed, their sums are multiplied by a power of two."""
+    """Scales go up to 2^125, in another range for each expert. Packed weights have sums that are multiplied by a power
+    of two."""
     shape = Shape("large", 4, 2, 160, 96)
     blocks, routing = make_blocks(shape, "bf16", device, rng), make_routing("uniform", tokens, 4, 2, rng)
     for expert, (of_w13, of_w2) in enumerate(((0, 0), (15, 4), (20, 80), (-20, 128))):
@@ -145,7 +147,7 @@ def test_large_scales(device: str, tokens: int, rng: torch.Generator) -> None:
     blocks.w2_scale[2, :, 0] -= 50
     assert [int(blocks.w2_scale[expert].max()) for expert in range(4)] == [124, 128, 204, 252]
     x = blocks.x(tokens, rng) * 2.0**-20
-    # Each slot by itself: in a sum the largest would hide the others.
+    # Each slot is compared by itself: in a sum the largest would hide the others.
     result = check(blocks, x, *routing, no_combine=True)
     assert bool(result.isfinite().all()) and bool((result != 0).any(-1).all())
 
@@ -208,7 +210,7 @@ def test_expert_parallel_ranks(device: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("layout", ["gate_up", "up_gate", "interleaved"])
 def test_layouts_are_the_same_layer(layout: str, device: str, rng: torch.Generator) -> None:
-    """Rows moved, bits kept."""
+    """Another layout moves rows and keeps the bits."""
     shape = Shape("rows", 4, 2, 96, 160, bias=True)
     blocks = make_blocks(shape, "bf16", device, rng)
     assert blocks.b13 is not None
@@ -259,7 +261,7 @@ def test_router_logits(tokens: int, device: str, rng: torch.Generator) -> None:
 
 
 def test_rows_do_not_depend_on_their_batch(device: str, rng: torch.Generator) -> None:
-    """On CPU one token expands weights block by block, many expand a panel: the same bits. out may be x."""
+    """On CPU one token expands weights block by block, and many expand a panel: the bits are the same. out may be x."""
     shape = Shape("batch", 2, 2, 2880, 64)
     blocks = make_blocks(shape, "bf16", device, rng)
     x, routing = blocks.x(60, rng), make_routing("uniform", 60, shape.experts, shape.top_k, rng)
@@ -274,7 +276,7 @@ def test_rows_do_not_depend_on_their_batch(device: str, rng: torch.Generator) ->
 
 @places
 def test_padded_weights(device: str, dtype: str, rng: torch.Generator) -> None:
-    """What lies beyond hidden_size is not read: NaN there changes nothing."""
+    """Columns beyond hidden_size are not read: NaN there changes nothing."""
     for hidden, padded in ((96, 128), (80, 96), (7, 32), (136, 224)):
         shape = Shape("padded", 4, 2, padded, 64, bias=True)
         blocks = make_blocks(shape, dtype, device, rng)
@@ -320,7 +322,7 @@ def test_types_that_codes_and_scales_may_have(device: str, rng: torch.Generator)
 
 
 def test_quantised_weights(rng: torch.Generator) -> None:
-    """What oxmoe.quantize gives: the layer of its own dequantised weights."""
+    """Weights of oxmoe.quantize give the layer of their own dequantised weights."""
     w13, w2 = torch.randn(3, 128, 96, generator=rng) * 0.1, torch.randn(3, 96, 64, generator=rng) * 0.1
     (c13, s13), (c2, s2) = quantize.mxfp4(w13), quantize.mxfp4(w2)
     x = torch.randn(7, 96, generator=rng).bfloat16()
@@ -455,7 +457,16 @@ def test_shapes_are_checked(rng: torch.Generator) -> None:
     w13, w2, w13_scale, w2_scale = blocks.operands
     refuse(r"^w13: expected dtype uint8 or int8 or float4_e2m1fn_x2, got bfloat16", w13=w13.bfloat16())
     refuse(r"^w2: expected dtype uint8 .*got int16", w2=w2.short())
-    refuse(r"^w13: expected 3 dimensions", w13=w13.view(4, 192, 4, 16))
+    # As GPT-OSS's checkpoint has them: the error says how to pass them, and so they are taken.
+    refuse(
+        r"^w13: expected 3 dimensions .* got shape \[4, 192, 4, 16\], .* in blocks; pass w13\.reshape\(4, 192, 64\)",
+        w13=w13.view(4, 192, 4, 16),
+    )
+    refuse(r"^w2: expected 3 dimensions .* pass w2\.reshape\(4, 128, 48\)", w2=w2.view(4, 128, 3, 16))
+    given = w13.view(4, 192, 4, 16).reshape(4, 192, 64)
+    assert dataclasses.replace(blocks, w13=given).weights().hidden_size == 128
+    refuse(r"^w13: expected dtype uint8 .*got bfloat16", w13=w13.bfloat16().view(4, 192, 4, 16))
+    refuse(r"^w13: expected 3 dimensions \[.*, got shape \[4, 192, 8, 8\]$", w13=w13.view(4, 192, 8, 8))
     refuse(r"^w13: .*contiguous", w13=w13.mT.contiguous().mT)
     refuse(r"^w13: dimension 2 gives hidden 120, expected a multiple of 32", w13=w13[:, :, :60].contiguous())
     refuse(r"^w13: dimension 1 gives intermediate 80, expected a multiple of 32", w13=w13[:, :160].contiguous())
@@ -527,7 +538,7 @@ def test_operators_are_checked(small: tuple[Blocks, Tensor, tuple[Tensor, Tensor
 
 
 def test_explain() -> None:
-    """The same workspace everywhere; on Hopper its own kernel, elsewhere the portable one."""
+    """The workspace is the same everywhere. Hopper has its own kernel, other GPUs have the portable one."""
     shape = (32, 4, 2880, 2880)
     text = oxmoe.explain(*shape, 16, format="mxfp4", arch="cpu")
     assert "2880 (gated), mxfp4, 16 tokens\non the CPU" in text
@@ -536,7 +547,7 @@ def test_explain() -> None:
         on_gpu = oxmoe.explain(*shape, 16, format="mxfp4", arch=arch)
         assert on_gpu.partition("workspace")[2] == text.partition("workspace")[2]
         kernel = "grouped_gemm_mxfp4_" + ("sm90" if arch == "sm_90" else "portable")
-        both = arch == "sm_90"  # in one launch
+        both = arch == "sm_90"  # both GEMMs in one launch
         assert [f"{kernel}_{form}_" in on_gpu for form in ("gated", "plain")] == [True, not both]
         assert on_gpu.count("grouped_gemm") == (1 if both else 2) and "combine_bf16" in on_gpu
         assert "launch" not in oxmoe.explain(*shape, 0, format="mxfp4", arch=arch)

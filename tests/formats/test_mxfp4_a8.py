@@ -1,5 +1,5 @@
 """MXFP4 experts with e4m3 activations: quantisation and packed form bit for bit, layers against the reference with the
-same rounding points, and how far all of it is from fp32."""
+same rounding points, and the distance of both from fp32."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from test_mxfp4_packed import SHAPES as MATRICES
 from test_mxfp4_packed import forms, random_weights, source_rows
 
 E4M3 = torch.float8_e4m3fn
-# K of GPT-OSS, of half a block at the end, of one block; rows that fill no row block.
+# Shapes with K of GPT-OSS, of half a block at the end, of one block; and with rows that fill no row block.
 SHAPES = (
     Shape("gpt-oss-small", 8, 4, 288, 288, bias=True, options=tuple(GPT_OSS.items())),
     Shape("h2880", 3, 2, 2880, 64, bias=True, options=tuple(GPT_OSS.items())),
@@ -56,7 +56,7 @@ def few_or_many(device: str, few: tuple[int, ...], many: tuple[int, ...]) -> tup
 
 
 def awkward_rows(rng: torch.Generator) -> list[Tensor]:
-    """Rows of many lengths: noise of every size, zeros, least numbers, infinities, NaN."""
+    """Returns rows of many lengths: noise of every size, zeros, least numbers, infinities, NaN."""
     tiny = torch.finfo(torch.bfloat16).smallest_normal
     cases = []
     for columns in (8, 96, 360, 2880, 4104, 9000):
@@ -109,7 +109,7 @@ def test_rows_are_checked(device: str) -> None:
 
 
 def test_window_is_the_definition() -> None:
-    """Every scale below a peak with every code, against the nearest number of the least scale."""
+    """Every scale below a peak with every code is compared with the nearest number of the least scale."""
     values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
     for peak in (0, 3, 7, 11, 12, 18, 19, 130, 254):
         least = max(max(peak, 7) - 11, 0)
@@ -121,7 +121,7 @@ def test_window_is_the_definition() -> None:
         for scale in range(peak + 1):
             for code in range(16):
                 number = values[code & 7] * 2.0 ** min(scale - least, 0)
-                # Of two that are as near the even code.
+                # If two codes are as near, the even one counts.
                 nearest = min(range(8), key=lambda i: (abs(values[i] - number), i % 2))
                 expected = code if scale >= least else code & 8 | nearest
                 pair = int(raised[scale, code // 2])
@@ -134,7 +134,7 @@ def e4m3_value(bits: np.ndarray) -> np.ndarray:
 
 
 def decoded(packed: tuple[Tensor, ...], rows: int, k: int, form: dict[str, Any]) -> Tensor:
-    """What a kernel multiplies: fp64 [experts, rows, k] from the words, as csrc/common/mxfp4_e4m3.cuh has them."""
+    """Decodes what a kernel multiplies: fp64 [experts, rows, k] from the words, by csrc/common/mxfp4_e4m3.cuh."""
     codes, scales, factors = (t.cpu().numpy() for t in packed)
     experts, tiles, blocks = codes.shape[:3]
     words = codes.reshape(experts, tiles, blocks, 4, 8, 4, 16).view(np.uint32).astype(np.int64)  # warp, g, c, word
@@ -202,7 +202,7 @@ def test_every_number_is_multiplied_exactly(device: str) -> None:
     weights = oxmoe.ExpertWeights.mxfp4(
         *(t.to(device) for t in operands), activation="relu2", activation_dtype=E4M3, hidden_size=32
     )
-    # All, and a few of each expert: wide tiles and narrow ones.
+    # All rows take wide tiles, and a few of each expert take narrow ones.
     for rows in (torch.arange(experts * 32), torch.arange(1, experts * 32, 5)):
         result = call(x[rows].to(device), weights, torch.ones((len(rows), 1)), ids[rows]).cpu()
         # NOTE: a sum that starts at 0 is never -0.
@@ -214,7 +214,7 @@ def test_every_number_is_multiplied_exactly(device: str) -> None:
 
 @dataclasses.dataclass
 class Windowed:
-    """The numbers that a layer of e4m3 activations multiplies: an index gives one expert's in bf16."""
+    """The numbers that a layer of e4m3 activations multiplies. An index gives one expert's numbers in bf16."""
 
     codes: Tensor
     scales: Tensor
@@ -233,7 +233,7 @@ class Windowed:
 
 
 def expected(blocks: Blocks, x: Tensor, *routing: Tensor, activation_dtype: Any = E4M3, **options: Any) -> Tensor:
-    """The reference on weights of which x's columns are used."""
+    """Computes the reference on weights of which x's columns are used."""
     hidden, shape = x.shape[1], blocks.shape
     w13: Any = Windowed(blocks.w13, blocks.w13_scale, hidden, shape.w13_rows)
     w2: Any = Windowed(blocks.w2, blocks.w2_scale, shape.intermediate, hidden)
@@ -243,13 +243,13 @@ def expected(blocks: Blocks, x: Tensor, *routing: Tensor, activation_dtype: Any 
     return reference.moe(x, w13, w2, *given, b13=blocks.b13, b2=b2, activation_dtype=activation_dtype, **options)
 
 
-# Of one GEMM's rows. On CPU sums of e4m3 products are nearly exact. Tensor cores keep 14 bits of them: 0.3 % was seen,
-# rounding to bf16 included, and an activation may double it.
+# The bar of one GEMM's rows. On CPU sums of e4m3 products are nearly exact. Tensor cores keep 14 bits of them: 0.3 %
+# was seen, rounding to bf16 included, and an activation may double it.
 NORM = 1e-2
 
 
 def offsets(blocks: Blocks, hidden: int, tokens: int, top_k: int) -> dict[str, int]:
-    """Where the workspace's ranges start, by name."""
+    """Returns the offsets of the workspace's ranges by name."""
     shape, experts = blocks.shape, blocks.w13.shape[0]
     assert top_k <= experts
     # explain takes whole blocks of columns; ranges up to `rows` start there all the same.
@@ -267,8 +267,8 @@ def offsets(blocks: Blocks, hidden: int, tokens: int, top_k: int) -> dict[str, i
 def check(
     blocks: Blocks, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any
 ) -> Tensor:
-    """GEMM by GEMM, each on what the one before it left in the workspace: a value of GEMM1 that rounds to its neighbour
-    may move its row's scale and so every code, which says nothing of GEMM2."""
+    """Checks GEMM by GEMM, each on the rows that the one before it left in the workspace. A value of GEMM1 that rounds
+    to its neighbour may move its row's scale, and so every code, which says nothing of GEMM2."""
     shape, hidden = blocks.shape, x.shape[1]
     weights = made or blocks.weights(activation_dtype=E4M3, hidden_size=hidden)
     given, tokens = [part.to(x.device) for part in routing], x.shape[0]
@@ -294,7 +294,7 @@ def check(
         placed = place_of_slot[place_of_slot >= 0].long()
         assert not codes[placed, shape.intermediate :].any()
         codes = codes[:, : shape.intermediate]
-        # What GEMM1 wrote, quantised bit for bit.
+        # The codes are GEMM1's rows, quantised bit for bit.
         again, again_scales = reference.rows_e4m3(kept[placed])
         assert codes[placed].nan_to_num(7.0).equal(again.float().nan_to_num(7.0))
         assert scales[placed].nan_to_num(7.0).equal(again_scales.nan_to_num(7.0))
@@ -314,7 +314,7 @@ def check(
         if options.get("apply_router_weight_on_input"):
             sums = sums * gates[token, slot, None].float()
         act = reference.activate(sums, **dict(shape.options)).bfloat16().float()
-        # Half a step of e4m3 either way, and what GEMM1 may differ by.
+        # The slack is half a step of e4m3 either way, and GEMM1's bar.
         scale = scales[places, None]
         slack = act.abs() / 15 + scale / 1000 + NORM * act.square().mean(1, keepdim=True).sqrt() * 4
         difference = (codes[places] * scale - act).abs()
@@ -397,7 +397,7 @@ def test_expert_parallel_ranks_and_router_logits(device: str, rng: torch.Generat
 
 
 def test_padded_weights(device: str, rng: torch.Generator) -> None:
-    """What lies beyond hidden_size is not read, and its scales are no expert's largest."""
+    """Columns beyond hidden_size are not read, and their scales do not count for an expert's largest."""
     for hidden, padded in ((96, 128), (80, 96), (136, 224), (2880, 2944)):
         shape = Shape("padded", 4, 2, padded, 64, bias=True)
         blocks = make_blocks(shape, "bf16", device, rng)
@@ -430,7 +430,7 @@ def test_special_scales_and_rows(device: str, rng: torch.Generator) -> None:
 
 
 def test_rows_do_not_depend_on_their_batch(device: str, rng: torch.Generator) -> None:
-    """Nor on the tile that they fall in; out may be x."""
+    """A row's bits do not depend on the tile that it falls in either; out may be x."""
     shape = Shape("batch", 2, 2, 2880, 352, bias=True, options=tuple(GPT_OSS.items()))
     blocks = make_blocks(shape, "bf16", device, rng)
     count = 60 if device == "cpu" else 400
@@ -446,7 +446,7 @@ def test_rows_do_not_depend_on_their_batch(device: str, rng: torch.Generator) ->
 
 
 def outlying(x: Tensor, rng: torch.Generator) -> Tensor:
-    """GPT-OSS's activations have a few large columns."""
+    """Gives x a few large columns, as GPT-OSS's activations have them."""
     columns = torch.randperm(x.shape[1], generator=rng)[: x.shape[1] // 200 + 1].to(x.device)
     x[:, columns] *= 20.0
     return x
@@ -454,7 +454,8 @@ def outlying(x: Tensor, rng: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("outliers", [False, True])
 def test_distance_from_fp32(outliers: bool, device: str, rng: torch.Generator) -> None:
-    """GPT-OSS's form: W4A16 0.3 % from fp32, W4A8 4 to 5 %, which is what e4m3's three bits make of two GEMMs."""
+    """In GPT-OSS's form W4A16 is 0.3 % from fp32. W4A8 is 4 to 5 % from it: e4m3's three bits cost that in two
+    GEMMs."""
     shape = dataclasses.replace(MODELS["gpt-oss-20b"], experts=8) if device == "cuda" else SHAPES[0]
     blocks = make_blocks(shape, "bf16", device, rng)
     x = blocks.x(128, rng)
@@ -468,7 +469,7 @@ def test_distance_from_fp32(outliers: bool, device: str, rng: torch.Generator) -
     w4a16, w4a8 = (call(x, blocks.weights(activation_dtype=dtype), *routing) for dtype in (None, E4M3))
     errors = relative_norm(w4a16, exact), relative_norm(w4a8, exact)
     assert errors[0] < 5e-3 and 1e-2 < errors[1] < 6e-2, errors
-    # The tensor cores' 14 bits are no part of it that shows.
+    # The tensor cores' 14 bits add no error that shows.
     same = expected(blocks, x, *routing)
     assert errors[1] < 1.05 * relative_norm(same, exact)
 
@@ -542,7 +543,7 @@ def test_hidden_sizes_without_a_kernel(rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_experts_in_place(rng: torch.Generator) -> None:
-    """Given memory, the bits of new tensors."""
+    """Weights packed in the given memory have the bits of new tensors."""
     shape = Shape("in-place", 5, 2, 2880, 2880, options=tuple(GPT_OSS.items()))
     blocks = make_blocks(shape, "bf16", "cuda", rng)
     x, routing = blocks.x(20, rng), make_routing("uniform", 20, 5, 2, rng)

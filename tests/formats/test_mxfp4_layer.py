@@ -1,4 +1,4 @@
-"""MXFP4 layers of a token or two from router logits, one launch on Hopper: the bits of the separate launches."""
+"""MXFP4 layers of a token or two from router logits, one launch on Hopper, have the bits of the separate launches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cases import ACTIVATIONS, GPT_OSS, MODELS, Shape, make_workspace, tie_free_
 from mxfp4_cases import Blocks, call, check, make_blocks
 from oxmoe.testing import same_bits
 
-# K of one block, of part of a stage, of a whole one and more; rows that end within a block.
+# Shapes with K of one block, of part of a stage, of a whole one and more; rows end within a block.
 SHAPES = (
     Shape("h32-i32", 4, 2, 32, 32),
     Shape("h96-i288", 6, 3, 96, 288, bias=True, options=tuple(GPT_OSS.items())),
@@ -48,7 +48,7 @@ def test_plan(shape: Shape) -> None:
 
 
 def check_rows(blocks: Blocks, weights: oxmoe.ExpertWeights, logits: Tensor, rng: torch.Generator) -> None:
-    """From logits, from given ids, and against the reference."""
+    """Compares results from logits with results from given ids, and with the reference."""
     tokens, top_k = len(logits), blocks.shape.top_k
     x = blocks.x(tokens, rng)
     given = check(blocks, x, *oxmoe.topk(logits, top_k), made=weights)
@@ -78,7 +78,7 @@ def test_model(rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [328, 344])
 def test_padded_hidden(hidden: int, rng: torch.Generator) -> None:
-    """x has fewer columns than the weights: rows of w2 beyond it are no output's."""
+    """x has fewer columns than the weights: rows of w2 beyond hidden_size belong to no output."""
     shape = Shape("padded", 8, 4, 352, 96, bias=True, options=tuple(GPT_OSS.items()))
     weights = make_blocks(shape, "bf16", "cuda", rng).weights(hidden_size=hidden)
     for tokens in (1, 2):
@@ -90,7 +90,8 @@ def test_padded_hidden(hidden: int, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
 def test_any_workspace_rank_and_padding(scoring: str, device: str, rng: torch.Generator) -> None:
-    """Whatever a workspace holds, results of the call before included; experts that are elsewhere; padded tokens."""
+    """The result does not depend on a workspace's contents, results of the call before included. Some experts are on
+    other ranks, and some tokens are padding."""
     blocks = make_blocks(SMALL, "bf16", device, rng)
     weights, top_k = blocks.weights(), SMALL.top_k
     workspace = make_workspace(oxmoe.workspace_bytes(weights, 2, top_k), device)
@@ -109,7 +110,7 @@ def test_any_workspace_rank_and_padding(scoring: str, device: str, rng: torch.Ge
 
 @pytest.mark.parametrize("no_combine", [False, True])
 def test_no_numbers(no_combine: bool, device: str, rng: torch.Generator) -> None:
-    """Whatever the bits of NaN and infinity in x, the bits that mark what is absent among them."""
+    """x has NaN and infinity of any bits, among them the bits that mark an absent value."""
     blocks = make_blocks(SMALL, "bf16", device, rng)
     weights, top_k, x = blocks.weights(), SMALL.top_k, blocks.x(4, rng)
     x[0].view(torch.int16).fill_(-1)
@@ -137,7 +138,7 @@ def repeat(call: Callable[[], object]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_replays(tokens: int, rng: torch.Generator) -> None:
-    """Three layers behind each other on one workspace; x and logits change before each replay."""
+    """Three layers follow each other on one workspace; x and logits change before each replay."""
     shape = Shape("replays", 16, 4, 256, 192, bias=True)
     layers = [make_blocks(shape, "bf16", "cuda", rng).weights() for _ in range(3)]
     xs = [(torch.randn((tokens, 256), generator=rng)).bfloat16().cuda() for _ in range(4)]
@@ -171,7 +172,7 @@ def test_replays(tokens: int, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
 def test_two_streams(graphs: bool, rng: torch.Generator) -> None:
-    """Launches whose CTAs wait for each other: neither stream's may keep the other's out."""
+    """CTAs of these launches wait for each other: neither stream's CTAs may keep the other's out."""
     shape = Shape("streams", 32, 4, 512, 512, bias=True, options=tuple(GPT_OSS.items()))
     calls, streams = [], [torch.cuda.Stream() for _ in range(2)]
     for _ in streams:

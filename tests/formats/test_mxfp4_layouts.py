@@ -1,4 +1,4 @@
-"""Layouts of MXFP4 weights against index formulas, and against triton_kernels and flashinfer where installed."""
+"""Layouts of MXFP4 weights against index formulas, and against triton_kernels and flashinfer if they are installed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALIGNED = [(1, 64, 128), (3, 192, 384), (1, 704, 2944), (1, 1408, 768), (2, 64, 
 
 
 def weights(experts: int, rows: int, k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of random bytes."""
+    """Returns (codes, scales) of random bytes."""
 
     def random(columns: int) -> Tensor:
         return torch.randint(0, 256, (experts, rows, columns), generator=rng, dtype=torch.uint8)
@@ -50,7 +50,8 @@ def padded(x: Tensor, rows: int, columns: int) -> Tensor:
     return pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2]))
 
 
-# Where a word has the bits (sign, two of exponent, mantissa) of its elements: low nibble, high nibble, byte by byte.
+# The places in a word of the bits (sign, two of exponent, mantissa) of its elements: low nibble, high nibble, byte by
+# byte.
 SPREAD = [
     *[(15, 8, 7, 6), (31, 24, 23, 22)],
     *[(12, 5, 4, 3), (28, 21, 20, 19)],
@@ -60,7 +61,7 @@ SPREAD = [
 
 
 def spread(quads: Tensor) -> Tensor:
-    """uint8 [..., 4] to the bytes of the words [..., 4]."""
+    """Converts uint8 [..., 4] to the bytes of the words [..., 4]."""
     word = torch.zeros(quads.shape[:-1], dtype=torch.int32)
     for i, bits in enumerate(SPREAD):
         element = quads[..., i // 2].int() >> (4 * (i % 2))
@@ -70,7 +71,7 @@ def spread(quads: Tensor) -> Tensor:
 
 
 def hopper_values(codes: Tensor, row_multiple: int) -> Tensor:
-    """[.., R / 4, 4 K / 2]: axes of rows (tile, half, pair, odd), of bytes (tile, step, half, lane)."""
+    """Returns [.., R / 4, 4 K / 2] by axes of rows (tile, half, pair, odd) and of bytes (tile, step, half, lane)."""
     experts, rows, columns = codes.shape
     x = padded(codes, up(rows, row_multiple), up(columns, 64))
     rows, columns = x.shape[1:]
@@ -80,7 +81,7 @@ def hopper_values(codes: Tensor, row_multiple: int) -> Tensor:
 
 
 def hopper_scales(scales: Tensor, num_warps: int) -> Tensor:
-    """[.., R / 32, 32 G], one index at a time."""
+    """Returns [.., R / 32, 32 G], one index at a time."""
     experts, rows, groups = scales.shape
     x = padded(scales, up(rows, 32 * num_warps), up(groups, 2))
     rows, groups = x.shape[1:]
@@ -94,7 +95,8 @@ def hopper_scales(scales: Tensor, num_warps: int) -> Tensor:
 
 
 def sm90_values(codes: Tensor, flashinfer: str) -> Tensor:
-    """Bytes (r or r + 8, c or c + 4) of a 16 x 32 tile go to row r + 8 (c / 8 % 2), column c / 16 * 16 + c % 4 * 4."""
+    """Moves bytes (r or r + 8, c or c + 4) of a 16 x 32 tile to row r + 8 (c / 8 % 2), column c / 16 * 16 + c % 4 *
+    4."""
     experts, rows, columns = codes.shape
     x = codes.reshape(experts, rows // 16, 2, 8, columns // 32, 2, 2, 2, 4)  # half, row; tile, pair, odd, half, lane
     quads = x.permute(0, 1, 6, 3, 4, 5, 8, 7, 2)  # tile of rows, odd, row, tile, pair, lane, column half, row half
@@ -137,7 +139,7 @@ def test_hopper(
     _, rows, k = shape
     back = quantize.unswizzle_hopper_mxfp4(values, swizzled, rows=rows, columns=k, num_warps=num_warps)
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
-    # Fewer rows and columns than there are: the rest of the weight's own padding goes too.
+    # With fewer rows and columns than there are, the weight's own padding goes too.
     rows, k = rows // 2, max(k - 32, 0)
     back = quantize.unswizzle_hopper_mxfp4(values, swizzled, rows=rows, columns=k, num_warps=num_warps)
     assert torch.equal(back[0], codes[:, :rows, : k // 2]) and torch.equal(back[1], scales[:, :rows, : k // 32])
@@ -181,7 +183,7 @@ def test_any_leading_dimensions_and_numpy(rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5, 5760, 2880), (3, 2944, 2944)], ids=str)
 def test_gpu_gives_the_same_bytes(shape: tuple[int, int, int], rng: torch.Generator) -> None:
-    """Many matrices of a model's size, on a stream of its own and in a captured graph."""
+    """Many matrices of a model's size are converted, on a stream of its own and in a captured graph."""
     codes, scales = weights(*shape, rng)
     sizes = {"rows": shape[1], "columns": shape[2]}
 
@@ -247,7 +249,7 @@ def test_scales_padded_before_the_swizzle(device: str, rng: torch.Generator) -> 
 @pytest.mark.parametrize("num_warps", [4, 8])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES[:6] if shape[1] % 2 == 0], ids=str)  # 3.8 has no odd rows
 def test_hopper_as_triton_kernels(shape: tuple[int, int, int], num_warps: int, rng: torch.Generator) -> None:
-    """The calls of SGLang's `_swizzle_mxfp4`, for the release that is installed."""
+    """The calls are those of SGLang's `_swizzle_mxfp4`, for the installed release."""
     reason = {"reason": "triton_kernels is not installed", "exc_type": ImportError}
     layout = pytest.importorskip("triton_kernels.tensor_details.layout", **reason)
     tensor = pytest.importorskip("triton_kernels.tensor", **reason)
@@ -273,7 +275,7 @@ def test_hopper_as_triton_kernels(shape: tuple[int, int, int], num_warps: int, r
 
 MIXED_UTILS = "data/csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.cu"
 
-# The kernel's threads one after the other.
+# A harness that runs the kernel's threads one after the other.
 HARNESS = """
 #include <cstdint>
 #define __global__ static
@@ -288,7 +290,7 @@ extern "C" void interleave(uint8_t* from, uint8_t* to, int rows, int columns) {{
 
 
 def installed_flashinfer() -> Path:
-    """NOTE: found, not imported: it would want a GPU and its compilers."""
+    """Returns flashinfer's folder. NOTE: it is found, not imported: an import would want a GPU and its compilers."""
     spec = importlib.util.find_spec("flashinfer")
     for root in (spec.submodule_search_locations or []) if spec else []:
         if (Path(root) / MIXED_UTILS).exists():
@@ -298,7 +300,8 @@ def installed_flashinfer() -> Path:
 
 @pytest.fixture
 def flashinfer(tmp_path: Path) -> tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """(release, its weight interleave, its scale interleave): the CUDA kernel built for the CPU, and the torch code."""
+    """Returns (release, its weight interleave, its scale interleave): the CUDA kernel built for the CPU, and the torch
+    code."""
     root, compiler = installed_flashinfer(), shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("needs a C++ compiler")

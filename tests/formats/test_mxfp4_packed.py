@@ -1,4 +1,4 @@
-"""The packed form of MXFP4 weights: against the words of csrc/common/mxfp4.cuh, on both devices."""
+"""The packed form of MXFP4 weights against the words of csrc/common/mxfp4.cuh, on both devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oxmoe.testing import same_bits
 
 HEADER = Path(__file__).parents[2] / "csrc" / "common" / "mxfp4.cuh"
 
-# (experts, rows, K): whole blocks, GPT-OSS's 45, sizes that fill no block, the least there is, nothing.
+# (experts, rows, K): whole blocks, GPT-OSS's 45 blocks, sizes that fill no block, the least sizes, nothing.
 SHAPES = [
     (2, 64, 64),
     (1, 2880, 96),
@@ -41,7 +41,8 @@ forms = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.get("layout
 
 
 def random_weights(experts: int, rows: int, k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random codes, -0 among them. Scales: of the first expert all bytes, of the others within one shift's reach."""
+    """Returns random codes, -0 among them, and scales: all bytes for the first expert, others within one shift's
+    reach."""
 
     def draw(low: int, high: int, columns: int) -> Tensor:
         return torch.randint(low, high, (experts, rows, columns), dtype=torch.uint8, generator=rng)
@@ -55,7 +56,7 @@ def random_weights(experts: int, rows: int, k: int, rng: torch.Generator) -> tup
 
 
 def source_rows(rows: int, form: dict[str, Any]) -> Tensor:
-    """[row tiles, warp, g, 0: g or 1: g + 8]: the weight row, -1 for padding."""
+    """Returns the weight row of [row tiles, warp, g, 0: g or 1: g + 8], -1 for padding."""
     tiles = -(-rows // 64)
     s, g = torch.arange(4 * tiles)[:, None, None], torch.arange(8)[None, :, None]
     half = torch.arange(2)[None, None, :]
@@ -72,7 +73,7 @@ def source_rows(rows: int, form: dict[str, Any]) -> Tensor:
 
 
 def decoded(packed: tuple[Tensor, ...], rows: int, k: int, form: dict[str, Any]) -> Tensor:
-    """What a kernel multiplies: fp64 [experts, rows, k] from the words, by the header's shifts and masks."""
+    """Decodes what a kernel multiplies: fp64 [experts, rows, k] from the words, by the header's shifts and masks."""
     codes, scales, factors = (t.cpu().numpy() for t in packed)
     experts, tiles, blocks = codes.shape[:3]
     word = codes.reshape(experts, tiles, blocks, 4, 8, 4, 16).view(np.uint32).astype(np.int64)  # warp, g, c, step
@@ -110,7 +111,7 @@ def decoded(packed: tuple[Tensor, ...], rows: int, k: int, form: dict[str, Any])
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """The checkpoint's numbers in fp64; 2^-127 beside 2^127 is 0 (the multiplier has no mantissa)."""
+    """Returns the checkpoint's numbers in fp64; 2^-127 beside 2^127 is 0 (the multiplier has no mantissa)."""
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float64)
     numbers = torch.cat([numbers, -numbers])
     elements = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
@@ -191,7 +192,7 @@ def test_leading_dimensions_and_numpy(rng: torch.Generator) -> None:
 
 
 def test_header(tmp_path: Path) -> None:
-    """The header's own functions, on the host: where codes and scales are put."""
+    """The header's own functions put codes and scales in these places, on the host."""
     compiler = cxx()
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -286,12 +287,12 @@ def test_experts_are_packed(sizes: tuple[int, int], layout: str, rng: torch.Gene
     expected = quantize.mxfp4_pack(given[0], given[2], **form), quantize.mxfp4_pack(given[1], given[3])
     for packed, wanted in zip((weights.w13_packed, weights.w2_packed), expected, strict=True):
         assert all(same_bits(a, b) for a, b in zip(packed, wanted, strict=True))
-    # Scales as fp32.
+    # Scales may be fp32.
     powers = [t.view(torch.float8_e8m0fnu).float() for t in given[2:]]
     weights = oxmoe.ExpertWeights.mxfp4(*given[:2], *powers, **options)
     for packed, wanted in zip((weights.w13_packed, weights.w2_packed), expected, strict=True):
         assert all(same_bits(a, b) for a, b in zip(packed, wanted, strict=True))
-    # In the given memory.
+    # Experts may be packed in the given memory.
     if any(size % 64 for size in (hidden, intermediate, given[0].shape[1])):
         with pytest.raises(ValueError, match=r"^w(13|2): in_place needs rows and columns that are multiples of 64"):
             oxmoe.ExpertWeights.mxfp4(*given, **options, in_place=True)
@@ -306,7 +307,7 @@ def test_experts_are_packed(sizes: tuple[int, int], layout: str, rng: torch.Gene
 
 @pytest.mark.gpu
 def test_padding_of_experts_is_not_packed(rng: torch.Generator) -> None:
-    """Columns and rows beyond hidden_size, and their scales, have no part in it."""
+    """Columns and rows beyond hidden_size, and their scales, have no part in the packed form."""
     given = operands(rng, 192, 64, 128)
     given[2][:, :, 3:], given[3][:, 100:] = 254, 254
     weights = oxmoe.ExpertWeights.mxfp4(*given, hidden_size=90)
@@ -317,7 +318,7 @@ def test_padding_of_experts_is_not_packed(rng: torch.Generator) -> None:
     up, down = quantize.mxfp4_pack(c13, s13, gated=True), quantize.mxfp4_pack(c2, s2)
     assert all(same_bits(a, b) for a, b in zip(weights.w13_packed, up, strict=True))
     assert same_bits(weights.w2_packed[2], down[2]) and same_bits(weights.w2_packed[0], down[0])
-    # Scales of rows that are not packed are the field 0; those of zeros that are packed have the byte's own.
+    # Scales of rows that are not packed have the field 0. Scales of packed zeros have the byte's own field.
     back = quantize.mxfp4_unpack(*weights.w2_packed, rows=192, columns=64)
     c2.view(*s2.shape, 16)[s2 == 255] = 0  # blocks of NaN keep no codes
     assert back[0].equal(c2) and back[1][:, :90].equal(s2[:, :90]) and not back[1][:, 90:].any()
@@ -325,7 +326,7 @@ def test_padding_of_experts_is_not_packed(rng: torch.Generator) -> None:
 
 @pytest.mark.gpu
 def test_large_experts_in_place(rng: torch.Generator) -> None:
-    """More than one part is copied at a time, and the last one is smaller."""
+    """The matrices are copied in more than one part, and the last part is smaller."""
     experts, hidden, intermediate = 5, 2880, 2880
     shape = (experts, 2 * intermediate, hidden // 2)
     c13 = torch.randint(256, shape, dtype=torch.uint8, device="cuda")

@@ -16,7 +16,7 @@ from mxfp8_cases import Mxfp8, check, make_mxfp8
 from oxmoe import reference
 from oxmoe.testing import same_bits
 
-# One block of K, parts of a stage, whole ones and more; rows that end within a block of 64.
+# Shapes with one block of K, parts of a stage, whole ones and more; rows end within a block of 64.
 SHAPES = (
     Shape("h32-i32", 4, 2, 32, 32),
     Shape("h96-i288", 6, 3, 96, 288, bias=True, options=tuple(GPT_OSS.items())),
@@ -67,7 +67,7 @@ def test_from_logits(device: str, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", MODELS, ids=lambda s: s.name)
 def test_models(shape: Shape, rng: torch.Generator) -> None:
-    """Every tile of the plan."""
+    """Calls take every tile of the plan."""
     layer = make_mxfp8(shape, "cuda", rng)
     weights = layer.weights()
     for mean in (0.1, 5, 15, 30, 45, 60, 85, 200):
@@ -94,7 +94,7 @@ def test_scales_and_codes_of_other_dtypes(device: str, rng: torch.Generator) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3, 40, 200])
 def test_rounding_of_rows(tokens: int, device: str, rng: torch.Generator) -> None:
-    """Weights that pick one number each: the two roundings bit by bit, of numbers of every size."""
+    """Weights that pick one number each show the two roundings bit by bit, of numbers of every size."""
     size = 64
     one = torch.eye(size).to(torch.float8_e4m3fn)[None].to(device)
     scale = torch.full((1, size, size // 32), 127, dtype=torch.uint8, device=device)
@@ -126,7 +126,7 @@ def test_not_finite(device: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("byte", [3, 40, 134, 135, 160, 200])
 def test_any_scale(byte: int, device: str, rng: torch.Generator) -> None:
-    """Large and small scales in one matrix: those within 2^260 of the largest are exact."""
+    """A matrix has large and small scales: those within 2^260 of the largest are exact."""
     layer = make_mxfp8(Shape("plain", 2, 1, 96, 64), device, rng)
     layer.w2_scale.fill_(byte)
     layer.w2_scale[:, ::2, 0] = max(byte - 3, 1)
@@ -136,7 +136,7 @@ def test_any_scale(byte: int, device: str, rng: torch.Generator) -> None:
 
 
 def test_hidden_size(device: str, rng: torch.Generator) -> None:
-    """Columns of x below those of the weights, whose padding is never read."""
+    """x has fewer columns than the weights, whose padding is never read."""
     shape = Shape("padded", 4, 2, 192, 96, bias=True)
     layer = make_mxfp8(shape, device, rng)
     x, routing = layer.x(17, rng)[:, :160].contiguous(), make_routing("uniform", 17, 4, 2, rng)
@@ -183,7 +183,7 @@ def test_refused(device: str, rng: torch.Generator) -> None:
 
 
 def test_traced(rng: torch.Generator) -> None:
-    """torch.compile, where the operator gets the weights as they are."""
+    """Under torch.compile the operator gets the weights as they are."""
     layer = make_mxfp8(SMALL, "cpu", rng)
     weights, x = layer.weights(), layer.x(9, rng)
     routing = make_routing("uniform", 9, SMALL.experts, SMALL.top_k, rng)
@@ -203,7 +203,8 @@ def test_plan() -> None:
 
 
 def packed_codes(codes: Tensor, gated: bool, layout: str) -> Tensor:
-    """Codes [E, R, K] by the layout of csrc/common/mxfp8.cuh: uint8 [E, R / 64, K / 64, 4096], padded with zeros."""
+    """Packs codes [E, R, K] by the layout of csrc/common/mxfp8.cuh: uint8 [E, R / 64, K / 64, 4096], padded with
+    zeros."""
     experts, rows, columns = codes.shape
     if gated:
         gate, up = reference.split_rows(codes.transpose(1, 2), layout)
@@ -216,7 +217,7 @@ def packed_codes(codes: Tensor, gated: bool, layout: str) -> Tensor:
     in_place = [(code & 0x80) << 8 | (code & 0x7F) << 4 for code in (low, high)]
     word = in_place[0] | (in_place[1] & 0x80F0) >> 4 | (in_place[1] & 0x0700) << 4
     halves = torch.stack([word & 0xFF, word >> 8], -1).to(torch.uint8)
-    # Bytes of a block: two steps of all threads, then the other two.
+    # The bytes of a block are two steps of all threads, then the other two.
     steps = halves.unflatten(3, (2, 2)).permute(0, 1, 2, 3, 5, 6, 7, 4, 8, 9, 10)
     return steps.flatten(3)
 

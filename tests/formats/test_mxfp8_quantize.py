@@ -25,7 +25,7 @@ def blocks_of(x: Tensor) -> Tensor:
 
 
 def defined(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes as uint8, scales [..., K / 32]) by the definition in fp64."""
+    """Returns (codes as uint8, scales [..., K / 32]) by the definition in fp64."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     blocks = blocks_of(x)
     numbers = torch.where(blocks.isnan(), -1.0, blocks.abs()).amax(-1, keepdim=True)  # -1: nothing but NaN
@@ -41,7 +41,7 @@ def defined(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swizzled(scales: Tensor, layout: str) -> Tensor:
-    """One byte after the other."""
+    """Places scales one byte after the other."""
     rows, blocks = scales.shape
     if layout == "linear":
         return scales.reshape(-1)
@@ -57,7 +57,7 @@ def swizzled(scales: Tensor, layout: str) -> Tensor:
 
 
 def awkward(dtype: torch.dtype, rng: torch.Generator, blocks: int = 2048) -> list[Tensor]:
-    """[N, 32]: any bits; NaN and infinity among numbers; largest values at the edges of scales."""
+    """Returns tensors [N, 32]: any bits; NaN and infinity among numbers; largest values at the edges of scales."""
     integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     limits = torch.iinfo(integers)
     bits = torch.randint(limits.min, limits.max + 1, (blocks, 32), generator=rng, dtype=integers).view(dtype)
@@ -98,7 +98,7 @@ def test_by_definition(dtype: torch.dtype, device: str, rng: torch.Generator) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("alignment", [32, 64, 256])
 def test_layouts(layout: str, alignment: int, device: str, rng: torch.Generator) -> None:
-    """Scales where flashinfer's index formula has them, zeros in all padding, also of columns."""
+    """Scales lie where flashinfer's index formula puts them; all padding is zeros, also of columns."""
     for rows, columns in ((1, 32), (5, 96), (8, 128), (129, 320), (300, 288)):
         x = torch.randn((rows, columns), generator=rng).bfloat16()
         wide = -(-columns // alignment) * alignment
@@ -152,7 +152,7 @@ def test_dequantize_by_definition(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_round_trip(dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
-    """Within half a step of the element, and nothing is clipped; what MXFP8 holds stays."""
+    """Numbers are within half a step of the element, and none is clipped. Numbers that MXFP8 has do not change."""
     x = torch.randn((33, 2880), generator=rng).to(device, dtype)
     codes, scales = quantize.mxfp8(x)
     back = quantize.dequantize_mxfp8(codes, scales, dtype)
@@ -166,7 +166,7 @@ def test_round_trip(dtype: torch.dtype, device: str, rng: torch.Generator) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gpu_gives_the_same_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Both directions, to the bits of NaN; a model's size; captured in a graph with other numbers."""
+    """Both directions have the bits, NaN's included: a model's size, and a captured graph with other numbers."""
     tensors = [*awkward(dtype, rng, blocks=40000), torch.randn((517, 7168), generator=rng).to(dtype)]
     for x in tensors:
         for layout in LAYOUTS:
@@ -200,7 +200,7 @@ def test_without_torch(rng: torch.Generator) -> None:
 
 
 def test_fake_shapes(rng: torch.Generator) -> None:
-    """Traced, both operators have the shapes, strides and dtypes that they give."""
+    """Under tracing, both operators have the shapes, strides and dtypes that they return."""
     x = torch.randn((130, 160), generator=rng).bfloat16()
     for layout in LAYOUTS:
         real = quantize.mxfp8(x, layout=layout, alignment=256)

@@ -30,7 +30,7 @@ def scale_offset(layout: str, row: int, block: int, blocks: int) -> int:
 
 
 def placed(scales: Tensor, layout: str) -> Tensor:
-    """Bytes [M, G] where the layout has them, zeros elsewhere: [M', G']."""
+    """Puts bytes [M, G] where the layout has them, and zeros elsewhere: [M', G']."""
     rows, blocks = scales.shape
     tile = LAYOUTS[layout]
     padded = (-(-rows // tile) * tile, -(-blocks // 4) * 4) if tile else (rows, blocks)
@@ -47,7 +47,7 @@ def packed(codes: Tensor) -> Tensor:
 
 
 def awkward(rows: int, columns: int, dtype: torch.dtype, rng: torch.Generator) -> Tensor:
-    """Numbers over many binades, with blocks of zeros, -0, one large number, NaN and infinity."""
+    """Returns numbers over many binades, with blocks of zeros, -0, one large number, NaN and infinity."""
     powers = torch.exp2(torch.randint(-8, 9, (rows, columns // 16, 1), generator=rng).float())
     x = (torch.randn((rows, columns // 16, 16), generator=rng) * powers).flatten(-2)
     blocks = x.view(-1, 16)
@@ -62,7 +62,7 @@ def awkward(rows: int, columns: int, dtype: torch.dtype, rng: torch.Generator) -
         elif kind % 5 == 3:
             blocks[block, 7] = -math.inf
         else:
-            # Values and midpoints of e2m1 beside a largest of 6.
+            # The block has values and midpoints of e2m1 beside a largest of 6.
             grid = [6.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, -5.0, -0.25]
             blocks[block] = torch.tensor(grid)
     return x.to(dtype)
@@ -115,7 +115,7 @@ def test_options(device: str, rng: torch.Generator) -> None:
         nvfp4.fp4_quantize(x * 4),
     ):
         assert all(same_bits(a, b) for a, b in zip(plain, other, strict=True))
-    # Rows of the transposed matrix; results are transposed back.
+    # The rows are those of the transposed matrix; results are transposed back.
     rows = x.view(30, 64)
     codes, scales = nvfp4.fp4_quantize(rows.T, scale)
     assert codes.shape == (32, 30) and scales.shape == (4, 128)
@@ -189,7 +189,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 def test_kernel(
     kernel: HostKernels, dtype: torch.dtype, layout: str, block: int, powers: bool, rng: torch.Generator
 ) -> None:
-    """The GPU kernel's code on the host: the CPU function's bits, nothing beyond the mask."""
+    """The GPU kernel's code on the host has the CPU function's bits, and writes nothing beyond the mask."""
     counts, rows, columns = [3, 0, 9], 9, 96
     x = torch.stack([awkward(rows, columns, dtype, rng) for _ in counts])
     factors, mask = torch.rand(len(counts), generator=rng) + 0.5, torch.tensor(counts, dtype=torch.int32)
@@ -240,7 +240,8 @@ def test_kernel(
 def test_kernel_at_the_edges(
     kernel: HostKernels, dtype: torch.dtype, scale: float, powers: bool, rng: torch.Generator
 ) -> None:
-    """Around every midpoint of e2m1, of both signs, and what is no number or no scale: the CPU function's bits."""
+    """Inputs lie around every midpoint of e2m1, with both signs, NaN, infinity and scales of 0: bits are the CPU
+    function's."""
     grid = torch.tensor([0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6]).to(dtype)
     bits = grid.view(torch.int32 if dtype == torch.float32 else torch.int16)
     near = torch.cat([bits + 1, bits, (bits - 1).clamp(0)]).view(dtype)
@@ -250,7 +251,7 @@ def test_kernel_at_the_edges(
     all_numbers = torch.cat([all_numbers, -all_numbers])
     rows, columns = 24, 64
     x = all_numbers[torch.randint(0, len(all_numbers), (1, rows, columns), generator=rng)]
-    # Most blocks have a largest number of 6 and nothing that is none; some anything; some zeros.
+    # Most blocks have a largest number of 6 and only finite numbers. Some have any bits, and some are zeros.
     plain = x.view(-1, 16)
     plain[:60][plain[:60].isnan() | plain[:60].isinf() | (plain[:60].abs() > 6)] = 0.5
     plain[:60, 3], plain[60:64] = 6, -0.0
@@ -271,7 +272,7 @@ def test_kernel_at_the_edges(
 @dtypes
 @pytest.mark.parametrize(("rows", "columns", "block"), [(300, 7168, 16), (1, 32, 32), (130, 2880, 32), (257, 704, 16)])
 def test_on_a_gpu(dtype: torch.dtype, rows: int, columns: int, block: int, rng: torch.Generator) -> None:
-    """The CPU function's bits in every layout, with a count of rows for each batch."""
+    """The GPU has the CPU function's bits in every layout, with a count of rows for each batch."""
     x = torch.stack([awkward(rows, columns, dtype, rng) for _ in range(2)])
     counts = torch.tensor([rows, rows // 2], dtype=torch.int32)
     scale = torch.rand(2, generator=rng) + 0.5
@@ -283,7 +284,7 @@ def test_on_a_gpu(dtype: torch.dtype, rows: int, columns: int, block: int, rng: 
         codes, scales = _oxmoe.quantize_nvfp4(x.cuda(), scale.cuda(), masked_m=counts.cuda(), **options)
         for batch, count in enumerate(counts.tolist()):
             assert same_bits(codes[batch, :count].cpu(), wanted[0][batch, :count])
-            # Padding is beyond the count, too.
+            # Padding lies beyond the count, too, and is not compared.
             blocks = columns // block
             places = [scale_offset(layout, row, b, blocks) for row in range(0, count, 7) for b in range(blocks)]
             assert same_bits(scales[batch].flatten().cpu()[places], wanted[1][batch].flatten()[places])

@@ -57,7 +57,7 @@ def test_bits_of_plain_experts(dtype: str, rng: torch.Generator) -> None:
     tables = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale))
     plain = [reference.nvfp4_numbers(codes, scales.view(E4M3)).to(DTYPES[dtype]) for codes, scales in tables]
     weights = dataclasses.replace(layer, w13_global=torch.ones(1), w2_global=torch.tensor(1.0)).weights(dtype=dtype)
-    # Small enough that no sum leaves f16's range: weights without their global scale are up to 6 x 448.
+    # x is so small that no sum leaves f16's range: weights without their global scale are up to 6 x 448.
     x = make_x(33, shape, DTYPES[dtype], "cpu", rng) / 512
     routing = make_routing("uniform", 33, shape.experts, shape.top_k, rng)
     expected = call(x, getattr(oxmoe.ExpertWeights, dtype)(*plain), *routing)
@@ -67,7 +67,7 @@ def test_bits_of_plain_experts(dtype: str, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("a4", [False, True], ids=["w4a16", "w4a4"])
 @pytest.mark.parametrize("layout", ["gate_up", "up_gate", "interleaved", "gate_up_64", "up_gate_64"])
 def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
-    """All orders of rows, with scales row by row, in tiles and as MMA views: the same bits."""
+    """All orders of rows, with scales row by row, in tiles and as MMA views, give the same bits."""
     shape = Shape("layouts", 3, 2, 208, 192, bias=True)
     layer = make(shape, rng, a4)
     x, routing = make_x(11, shape, torch.bfloat16, "cpu", rng), make_routing("uniform", 11, 3, 2, rng)
@@ -94,7 +94,7 @@ def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
 
 
 def test_scales_that_fit_both_layouts(rng: torch.Generator) -> None:
-    """Whole tiles: plain unless it is said."""
+    """Scales of whole tiles are read as plain unless the caller says otherwise."""
     shape = Shape("whole-tiles", 2, 1, 128, 64)
     layer = make(shape, rng)
     x, experts = make_x(5, shape, torch.bfloat16, "cpu", rng), torch.tensor([0, 1, 1, 0, 1])
@@ -107,7 +107,7 @@ def test_scales_that_fit_both_layouts(rng: torch.Generator) -> None:
 
 
 def test_global_scales(rng: torch.Generator) -> None:
-    """One number, [E] and [E, 2]; numbers and tensors."""
+    """Global scales are one number, [E] or [E, 2], as numbers and as tensors."""
     shape = SHAPES[0]
     layer = make(shape, rng)
     x, experts = make_x(20, shape, torch.bfloat16, "cpu", rng), torch.randint(6, (20,), generator=rng)
@@ -124,7 +124,7 @@ def test_global_scales(rng: torch.Generator) -> None:
 
 
 def test_a4_is_that_of_fp4_quantize(rng: torch.Generator) -> None:
-    """x given in bf16, and as the codes that fp4_quantize makes of it."""
+    """x is given in bf16, and as the codes that fp4_quantize makes of it."""
     shape, m = Shape("codes", 4, 1, 192, 96, bias=True), 19
     layer = make(shape, rng, a4=True)
     x = torch.randn((4, m, 192), generator=rng).bfloat16()
@@ -185,7 +185,7 @@ def test_cutedsl_masked(activation: str, quantised: bool, rng: torch.Generator) 
 
 
 def test_special_scales(rng: torch.Generator) -> None:
-    """Scales of 0 and NaN, and rows of zeros."""
+    """Scales are 0 and NaN, and rows are zeros."""
     shape = SHAPES[0]
     layer = make(shape, rng, a4=True)
     layer.w13_scale[0] = 0

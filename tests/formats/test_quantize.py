@@ -31,7 +31,7 @@ def packed(elements: Tensor) -> Tensor:
 
 
 def defined(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
-    """The definition in fp64, for finite x."""
+    """Computes codes and scales by the definition in fp64, for finite x."""
     blocks = x.double().unflatten(-1, (-1, 32))
     amax = blocks.abs().amax(-1, keepdim=True)
     mantissa, exponent = torch.frexp(amax)  # amax = mantissa 2^exponent, 1/2 <= mantissa < 1
@@ -52,7 +52,8 @@ def defined(x: Tensor, rounding: str) -> tuple[Tensor, Tensor]:
 
 
 def triton_kernels_mxfp() -> ModuleType:
-    """NOTE: an unrelated package of the same name exists: the real one has this module."""
+    """Returns triton_kernels' module. NOTE: an unrelated package of the same name exists: only the real one has this
+    module."""
     return pytest.importorskip("triton_kernels.numerics_details.mxfp", exc_type=ImportError)
 
 
@@ -98,7 +99,8 @@ def test_quantize_non_finite(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_gpu_gives_the_same_bits(dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Both directions, to the bits of NaN; tensors of a model's size; in a captured graph with other numbers."""
+    """Both directions have the bits, NaN's included: tensors of a model's size, and a captured graph with other
+    numbers."""
     tensors = [*awkward(dtype, rng, blocks=40000), torch.randn((5, 2880, 2944), generator=rng).to(dtype)]
     for x in tensors:
         for rounding in ("up", "down"):
@@ -158,14 +160,14 @@ def test_dequantize_as_triton_kernels(dtype: torch.dtype, rng: torch.Generator) 
     result = quantize.dequantize(codes, scales, dtype)
     integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     assert torch.equal(result[1:255].view(integers), expected[1:255].view(integers))
-    # Where it departs from the specification: 2^-127 is read as 0, and NaN as infinity (its kernels give NaN, as here).
+    # Here it departs from the specification: 2^-127 is read as 0, and NaN as infinity (its kernels give NaN, as here).
     assert bool((expected[0] == 0).all()) and not bool(expected[255].isnan().all())
 
 
 @pytest.mark.parametrize("rounding", ["up", "down"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_round_trip(dtype: torch.dtype, rounding: str, device: str, rng: torch.Generator) -> None:
-    """What MXFP4 holds comes back bit for bit; anything else within half a step, and with "up" nothing is clipped."""
+    """Numbers that MXFP4 has come back bit for bit. Others are within half a step, and with "up" none is clipped."""
     codes = torch.randint(0, 256, (40, 7, 128), generator=rng, dtype=torch.uint8)
     codes[..., ::16] |= 0x07  # every block has a 6, so that its scale is the one that is chosen
     scales = torch.randint(127 - 8, 127 + 8, (40, 7, 8), generator=rng, dtype=torch.uint8)
@@ -191,7 +193,7 @@ def test_options_and_views(rng: torch.Generator) -> None:
         assert torch.equal(quantize.dequantize(codes, scales, dtype=dtype), full)
     e8m0 = scales.view(torch.float8_e8m0fnu)
     assert torch.equal(quantize.dequantize(codes, e8m0, "bfloat16"), full.bfloat16())
-    # Without torch's help: numpy in, numpy out.
+    # Without torch, numpy arrays go in and come out.
     arrays = quantize.mxfp4(x.numpy())
     assert all(isinstance(array, np.ndarray) for array in arrays)
     assert np.array_equal(arrays[0], codes.numpy()) and np.array_equal(arrays[1], scales.numpy())

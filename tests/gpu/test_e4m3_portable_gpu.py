@@ -1,6 +1,6 @@
 """e4m3, MXFP8 and NVFP4 experts on the kernels for any GPU; on Hopper with OXMOE_PORTABLE=1.
 
-The other files of these formats run on them then, too; here are the sizes and batches that are their own.
+The other files of these formats also run on these kernels then. Here are the kernels' own sizes and batches.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_patterns(format: str, pattern: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
 def test_a_row_does_not_depend_on_the_others(format: str, rng: torch.Generator) -> None:
-    """Alone, in tiles of 16 and of 64, in a workspace of any bytes: the same bits."""
+    """A row has the same bits alone, in tiles of 16 and of 64, and in a workspace of any bytes."""
     shape = Shape("small", 5, 3, 384, 640, bias=True)
     layer = made(format, shape, rng)
     weights, x = layer.weights(), layer.x(700, rng)
@@ -124,7 +124,7 @@ def test_a_row_does_not_depend_on_the_others(format: str, rng: torch.Generator) 
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8"])
 def test_not_finite(format: str, rng: torch.Generator) -> None:
-    """NaN in x stays in its row, NaN codes of w2 in their column."""
+    """NaN in x stays in its row, and NaN codes of w2 stay in their column."""
     shape = Shape("small", 2, 1, 256, 128)
     layer = made(format, shape, rng)
     x, gates, ids = layer.x(8, rng), torch.ones((8, 1)), torch.zeros((8, 1), dtype=torch.int32)
@@ -145,7 +145,7 @@ def test_graph_takes_other_routing(format: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("format", ["fp8_block", "mxfp8", "fp8_tensor", "fp8_tensor-token", "nvfp4", "nvfp4-a4"])
 def test_rows_in_expert_order(format: str, rng: torch.Generator) -> None:
-    """Masked rows, whose padding is NaN, against the layer on the same rows."""
+    """Masked rows, whose padding is NaN, are compared with the layer on the same rows."""
     shape = Shape("small", 5, 1, 384, 640)
     if format.startswith("fp8_tensor"):
         weights = make_fp8_tensor(shape, "cuda", rng).weights("token" if "token" in format else "tensor")

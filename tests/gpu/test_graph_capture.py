@@ -31,7 +31,7 @@ def capture(call: object) -> torch.cuda.CUDAGraph:
 def check_replays(
     weights: oxmoe.ExpertWeights, shape: Shape, tokens: int, rng: torch.Generator, replays: int = 1000
 ) -> None:
-    """Routing and input change before each replay; all of them queue up behind each other."""
+    """Replays a graph whose routing and input change before each replay; all replays queue up behind each other."""
     inputs = [make_x(tokens, shape, torch.bfloat16, "cuda", rng)[:, : weights.hidden_size].contiguous() for _ in "ab"]
     x, out = inputs[0].clone(), torch.empty_like(inputs[0])
     routings = [make_routing(PATTERNS[i % len(PATTERNS)], tokens, shape.experts, shape.top_k, rng) for i in range(40)]
@@ -64,7 +64,7 @@ def test_replays_with_changing_routing(shape: Shape, tokens: int, rng: torch.Gen
 @pytest.mark.parametrize("tokens", [1, 16, 64, 120, 280, 700])
 @pytest.mark.parametrize("hidden_size", [256, 250])
 def test_replays_of_mxfp4(hidden_size: int, tokens: int, rng: torch.Generator) -> None:
-    """Every tile of the kernel for Hopper, and the portable one."""
+    """Replays take every tile of the kernel for Hopper, and the portable one."""
     shape = SHAPES[0]
     weights = make_blocks(shape, "bf16", "cuda", rng).weights(hidden_size=hidden_size)
     check_replays(weights, shape, tokens, rng, replays=200)
@@ -106,9 +106,9 @@ def chained(kind: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
 @pytest.mark.parametrize("from_logits", [False, True], ids=["ids", "logits"])
 @pytest.mark.parametrize("kind", ["qwen3-30b-a3b", "bf16", "fp8-block", *MODES, "mxfp4-a8", "nvfp4-a4", "mxfp8"])
 def test_a_chain_of_layers_shares_a_workspace(kind: str, from_logits: bool, rng: torch.Generator) -> None:
-    """Each layer starts while the one before drains, reads its output and writes to its workspace; tokens may be
-    quantised while they are routed; batch sizes mix. Once more in place, where every layer's input lies in one
-    buffer."""
+    """Each layer starts while the one before drains, reads its output and writes to its workspace. Tokens may be
+    quantised while they are routed, and batch sizes mix. Then all runs in place, so that every layer's input lies in
+    one buffer."""
     shape, draw = CHAINED, functools.partial(chained, kind)
     if kind in MODELS:
         shape, draw = MODELS[kind], lambda rng: make_layer(shape, torch.bfloat16, "cuda", rng).weights()
@@ -204,7 +204,7 @@ def test_padded_tokens_change_between_replays(rng: torch.Generator) -> None:
 
 
 def test_streams_are_torchs(rng: torch.Generator) -> None:
-    """Work goes to torch's current stream: it waits for what was queued there before."""
+    """Work goes to torch's current stream, so it waits for earlier work there."""
     shape = SHAPES[0]
     weights = make_layer(shape, torch.bfloat16, "cuda", rng).weights()
     x = make_x(64, shape, torch.bfloat16, "cuda", rng)

@@ -1,4 +1,5 @@
-"""Calls on a stream that has a part of the GPU's multiprocessors: the whole GPU's bits, also captured."""
+"""Calls on a stream that has a part of the GPU's multiprocessors have the whole GPU's bits, also if they are
+captured."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ RESOURCE_BYTES, RESOURCE_SM, DEFAULT_STREAM, NON_BLOCKING = 256, 1, 1, 1
 
 @pytest.fixture
 def part() -> Iterator[torch.cuda.Stream]:
-    """A stream of a green context."""
+    """Yields a stream of a green context."""
     torch.empty(1, device="cuda")
     driver = ctypes.CDLL("libcuda.so.1")
 
@@ -50,7 +51,7 @@ def part() -> Iterator[torch.cuda.Stream]:
 
 
 SMALL = Shape("small", 64, 8, 1024, 512)
-LARGE = Shape("large", 4, 2, 4096, 4096)  # its experts are large enough for the layer behind a routing of its own
+LARGE = Shape("large", 4, 2, 4096, 4096)  # runs the layer in one launch behind a launch of routing
 KINDS: dict[str, Callable[[torch.Generator], oxmoe.ExpertWeights]] = {
     "bf16": lambda rng: make_layer(SMALL, torch.bfloat16, "cuda", rng).weights(),
     "bf16-large": lambda rng: make_layer(LARGE, torch.bfloat16, "cuda", rng).weights(),
@@ -61,7 +62,8 @@ KINDS: dict[str, Callable[[torch.Generator], oxmoe.ExpertWeights]] = {
 
 
 def check(call: Callable[[Tensor], Tensor], out: Tensor, part: torch.cuda.Stream) -> None:
-    """`call` writes to its argument. torch.cuda.synchronize() waits for the primary context alone, not for `part`."""
+    """Compares `call`, which writes to its argument. torch.cuda.synchronize() waits for the primary context, not for
+    `part`."""
     expected = call(torch.full_like(out, torch.nan)).clone()
     torch.cuda.synchronize()
     with torch.cuda.stream(part):
@@ -78,7 +80,7 @@ def check(call: Callable[[Tensor], Tensor], out: Tensor, part: torch.cuda.Stream
             graph.replay()
         part.synchronize()
         assert same_bits(out, expected)
-    # Nothing is left behind for the whole GPU.
+    # The calls leave nothing behind that changes the whole GPU's bits.
     assert same_bits(call(torch.full_like(out, torch.nan)), expected)
 
 

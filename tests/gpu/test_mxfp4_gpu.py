@@ -16,7 +16,8 @@ from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 
 gpu = pytest.mark.gpu
 
-# K of one block and of many, of half a block at the end, of whole and of partial stages; rows that fill no row block.
+# Shapes with K of one block and of many, of half a block at the end, of whole and of partial stages; rows fill no row
+# block.
 ROWS_AND_COLUMNS = (
     Shape("h32-i32", 4, 2, 32, 32),
     Shape("h96-i288", 4, 2, 96, 288, bias=True, options=tuple(GPT_OSS.items())),
@@ -30,10 +31,11 @@ ROWS_AND_COLUMNS = (
     Shape("h224-i96", 4, 2, 224, 96).with_options(activation="silu", gated=False),
     Shape("h256-i320", 4, 2, 256, 320).with_options(activation="relu2"),
 )
-# Tokens of a layer of 4 experts with top-2 and the tile (tokens, consumers) of both GEMMs; others of K of whole stages.
+# Tokens of a layer of 4 experts with top-2 -> the tile (tokens, consumers) of both GEMMs. FOURS has the tiles that
+# differ if K is whole stages.
 TILES = {8: (16, 1), 24: (32, 3), 90: (64, 3), 130: (80, 3), 170: (128, 3), 300: (192, 3), 1000: (192, 3)}
 FOURS = {24: (48, 4), 90: (64, 4)}
-# So many work units of GEMM1 that narrow tiles take 128 rows.
+# GEMM1 of these shapes has so many work units that narrow tiles take 128 rows.
 MANY_UNITS = (
     Shape("gated", 64, 4, 96, 1696, bias=True),
     Shape("plain", 64, 4, 352, 3296, bias=True).with_options(activation="relu2"),
@@ -41,7 +43,7 @@ MANY_UNITS = (
 
 
 def kernels(shape: Shape, tokens: int, arch: str | None = None) -> list[tuple[str, str, int, int]]:
-    """(kernel, form, tokens, consumers) of the GEMMs' launch on Hopper, from the plan's text."""
+    """Returns (kernel, form, tokens, consumers) of the GEMMs' launch on Hopper, from the plan's text."""
     sizes = shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens
     text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch=arch)
     found = re.findall(r"(grouped_gemm_mxfp4_\w+?)_(gated|plain)_t(\d+)_c(\d+)_", text)
@@ -49,7 +51,7 @@ def kernels(shape: Shape, tokens: int, arch: str | None = None) -> list[tuple[st
 
 
 def planned(shape: Shape, tokens: int) -> list[tuple[str, str, int, int]]:
-    """The same as the cases here want it."""
+    """Returns the kernels that the cases here want, in the form of `kernels`."""
     fours = shape.hidden % 256 == 0
     tile = (16, 2) if shape in MANY_UNITS else (FOURS if fours and tokens in FOURS else TILES)[tokens]
     return [("grouped_gemm_mxfp4_sm90", "gated" if shape.gated else "plain", *tile)]
@@ -73,7 +75,7 @@ def test_cases_reach_every_tile() -> None:
 @pytest.mark.parametrize("tokens", TILES)
 @pytest.mark.parametrize("shape", ROWS_AND_COLUMNS, ids=lambda shape: shape.name)
 def test_tiles(shape: Shape, tokens: int, rng: torch.Generator) -> None:
-    """skewed: tiles of every width."""
+    """The pattern "skewed" has tiles of every width."""
     if on_hopper():
         assert kernels(shape, tokens) == planned(shape, tokens)
     blocks = make_blocks(shape, "bf16", "cuda", rng)
@@ -102,9 +104,9 @@ def test_many_units_of_few_tokens(shape: Shape, rng: torch.Generator) -> None:
     [(16, 5, 8), (32, 12, 8), (48, 22, 16), (64, 45, 8), (80, 60, 8), (128, 80, 8), (192, 150, 16)],
 )
 def test_every_width_of_a_tile(tile: int, mean: int, step: int, columns: tuple[int, int], rng: torch.Generator) -> None:
-    """An expert with tokens on both sides of each width that a tile is multiplied at, beside two with the rest."""
+    """An expert has tokens on both sides of each width that a tile is multiplied at; two others have the rest."""
     if tile == (32 if columns[0] % 256 == 0 else 48):
-        return  # that of other columns
+        return  # this tile belongs to the other columns
     shape = Shape("width", 3, 1, *columns, bias=True)
     blocks = make_blocks(shape, "bf16", "cuda", rng)
     weights = blocks.weights()
@@ -121,7 +123,7 @@ def test_every_width_of_a_tile(tile: int, mean: int, step: int, columns: tuple[i
 
 
 def narrow_check(shape: Shape, hidden: int, tokens: int, pattern: str, rng: torch.Generator, **options: Any) -> None:
-    """Weights padded to shape.hidden, with NaN behind `hidden`, against the reference on what is used of them."""
+    """Compares weights padded to shape.hidden, with NaN behind `hidden`, with the reference on the used part."""
     blocks = make_blocks(shape, "bf16", "cuda", rng)
     blocks.w13_scale[:, :, -(-hidden // 32) :] = 255
     blocks.w2_scale[:, hidden:] = 255
@@ -162,7 +164,7 @@ def test_portable_kernel(hidden: int, name: str, tokens: int, rng: torch.Generat
 def test_every_number_is_multiplied_exactly(span: int, rng: torch.Generator) -> None:
     """GEMM1 gives rows of the identity, so GEMM2 writes its weights out: every scale byte but NaN's with every code.
 
-    `span`: how much less the scale byte of a row is than that of the row before. Beyond bf16 numbers become infinite.
+    `span`: the difference of the scale bytes of a row and of the row before. Numbers beyond bf16 become infinite.
     """
     ones = torch.zeros((32, 32), dtype=torch.uint8)
     ones[torch.arange(32), torch.arange(32)] = 2
@@ -171,14 +173,14 @@ def test_every_number_is_multiplied_exactly(span: int, rng: torch.Generator) -> 
     scales = (torch.arange(255)[:, None] - span * torch.arange(32)).clamp(min=0).to(torch.uint8).view(255, 32, 1)
     operands = identity, codes, torch.full((255, 32, 1), 127, dtype=torch.uint8), scales
     x, ids = torch.eye(32).bfloat16().repeat(255, 1).cuda(), torch.arange(255).repeat_interleave(32)[:, None].int()
-    # Numbers too large for bf16 are infinite, not the largest finite one as in reference.mxfp4_weights.
+    # Numbers too large for bf16 are infinite here; reference.mxfp4_weights makes them the largest finite one.
     units = reference.mxfp4_weights(codes, torch.full_like(scales, 127), torch.float64)
     expected = (units * torch.exp2(scales.double() - 127)).bfloat16().mT.reshape(255 * 32, 32)
     for hidden in (32, 28, 27):
         weights = oxmoe.ExpertWeights.mxfp4(*(t.cuda() for t in operands), activation="relu2", hidden_size=hidden)
-        # Of a narrower input, fewer columns of the identity reach the second GEMM.
+        # With a narrower input, fewer columns of the identity reach the second GEMM.
         used = [row for row in range(255 * 32) if row % 32 < hidden]
-        # All (wgmma), a few of each expert (mma.sync).
+        # All rows take wgmma, and a few of each expert take mma.sync.
         for rows in (torch.tensor(used), torch.tensor(used[1::5])):
             given = x[rows.cuda(), :hidden].contiguous()
             result = call(given, weights, torch.ones((len(rows), 1)), ids[rows])
@@ -218,9 +220,10 @@ def test_models_with_every_routing(model: Blocks, rng: torch.Generator) -> None:
 
 @gpu
 def test_no_further_from_fp32_than_cublas(model: Blocks, rng: torch.Generator) -> None:
-    """The other checks take the tensor cores' sums as given; this one holds ours to sums rounded to nearest."""
+    """The other checks take the tensor cores' sums as given; this one compares oxmoe with sums rounded to nearest."""
     shape, plain = model.shape, model.plain
-    # About 512 rows an expert: with few, cuBLAS splits K, and the parts of a sum are truncated less than the whole.
+    # An expert has about 512 rows: with few rows cuBLAS splits K, and the parts of a sum are truncated less than the
+    # whole.
     tokens = 512 * shape.experts // shape.top_k
     x = make_x(tokens, shape, torch.bfloat16, "cuda", rng)
     routing = [part.cuda() for part in make_routing("uniform", tokens, shape.experts, shape.top_k, rng)]
@@ -235,7 +238,7 @@ def test_no_further_from_fp32_than_cublas(model: Blocks, rng: torch.Generator) -
 @gpu
 @pytest.mark.parametrize("tokens", [150, 400, 1000])
 def test_last_units_by_consumers(tokens: int, rng: torch.Generator) -> None:
-    """More row blocks than an H200 has CTAs: the last go out consumer by consumer, and some are no rows."""
+    """There are more row blocks than an H200 has CTAs: the last go out consumer by consumer, and some have no rows."""
     shape = Shape("h4672-i2336", 6, 1, 4672, 2336, bias=True)
     blocks = make_blocks(shape, "bf16", "cuda", rng)
     weights = blocks.weights()

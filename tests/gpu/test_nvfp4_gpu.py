@@ -20,7 +20,7 @@ from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 
 pytestmark = pytest.mark.gpu
 
-# One block of K and less, parts of a stage, whole ones and more; rows that end within a block of 64.
+# Shapes with one block of K and less, parts of a stage, whole ones and more; rows end within a block of 64.
 SHAPES = (
     Shape("h16-i16", 4, 2, 16, 16),
     Shape("h144-i80", 4, 2, 144, 80).with_options(activation="relu2"),
@@ -33,7 +33,7 @@ both = pytest.mark.parametrize("a4", [False, True], ids=["w4a16", "w4a4"])
 
 
 def expected_of(layer: Nvfp4, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-    """fp32 sums of the experts' bf16 rows."""
+    """Returns fp32 sums of the experts' bf16 rows."""
     total = torch.zeros_like(x, dtype=torch.float32)
     for j in range(ids.shape[1]):
         placed = ids[:, j] >= 0
@@ -44,7 +44,7 @@ def expected_of(layer: Nvfp4, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor
 
 
 def check(layer: Nvfp4, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any) -> Tensor:
-    """Close to the reference of the CPU's operands; the result."""
+    """Checks that the result is close to the reference of the CPU's operands, and returns it."""
     weights = made or on_cuda(layer).weights()
     a4 = layer.roundings is not None
     assert weights.format == ("nvfp4-a4" if a4 else "nvfp4") and weights.device.startswith("cuda")
@@ -116,7 +116,7 @@ def test_from_logits_and_same_bits(shape: Shape, a4: bool, rng: torch.Generator)
 @both
 @pytest.mark.parametrize("layout", ["gate_up", "up_gate", "interleaved", "gate_up_64", "up_gate_64"])
 def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
-    """All orders of rows, with scales row by row, in tiles and as MMA views: the same bits."""
+    """All orders of rows, with scales row by row, in tiles and as MMA views, give the same bits."""
     shape = Shape("layouts", 3, 2, 208, 192, bias=True)
     layer = make(shape, rng, a4)
     x, routing = make_x(11, shape, torch.bfloat16, "cpu", rng), make_routing("uniform", 11, 3, 2, rng)
@@ -142,7 +142,7 @@ def test_layouts(layout: str, a4: bool, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("weighs", [False, True], ids=["after", "router-weights-on-input"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_one_number_for_all(parts: int, weighs: bool, rng: torch.Generator) -> None:
-    """A number that rounds every expert's rows rounds each row once, into room of its own: the bits of a tensor of that
+    """One number for all experts rounds each row once, into room of its own. The bits are those of a tensor of that
     number, which rounds rows by place where GEMM2 writes."""
     layer = on_cuda(make(SMALL, rng, a4=True))
     x, routing = make_x(60, SMALL, torch.bfloat16, "cpu", rng).cuda(), make_routing("uniform", 60, 8, 8, rng)
@@ -156,8 +156,8 @@ def test_one_number_for_all(parts: int, weighs: bool, rng: torch.Generator) -> N
 
 
 def test_rows_are_read_before_they_are_written(rng: torch.Generator) -> None:
-    """GEMM2 writes over rounded rows of x while GEMM1 is still at others: the same bits every time, and from x that has
-    room of its own."""
+    """GEMM2 writes over rounded rows of x while GEMM1 still reads others. The bits are the same every time, and those
+    of x that has room of its own."""
     shape = Shape("many", 16, 4, 2048, 512)
     layer = on_cuda(make(shape, rng, a4=True))
     layer = dataclasses.replace(layer, roundings=(torch.full((16,), 70.0), torch.full((16,), 90.0)))
@@ -171,7 +171,7 @@ def test_rows_are_read_before_they_are_written(rng: torch.Generator) -> None:
 
 
 def test_rounding_bit_by_bit(rng: torch.Generator) -> None:
-    """Weights that pick one number each: x rounded, squared, rounded again."""
+    """Weights pick one number each: x is rounded, squared, and rounded again."""
     size, tokens = 64, 200
     codes = torch.zeros((1, size, size // 2), dtype=torch.uint8)
     for i in range(size):
@@ -195,7 +195,8 @@ def test_rounding_bit_by_bit(rng: torch.Generator) -> None:
 
 @both
 def test_rows_in_expert_order(a4: bool, rng: torch.Generator) -> None:
-    """Masked and contiguous: the layer's bits, nothing written beyond the counts, also with poisoned rows there."""
+    """Masked and contiguous rows have the layer's bits. Nothing is written beyond the counts, also with poisoned rows
+    there."""
     shape, m = Shape("masked", 6, 1, 352, 208, bias=True), 150
     layer = make(shape, rng, a4)
     weights = on_cuda(layer).weights()
@@ -226,7 +227,7 @@ def test_rows_in_expert_order(a4: bool, rng: torch.Generator) -> None:
 
 
 def rounded(x: Tensor, numbers: Tensor) -> Tensor:
-    """Rows [E, m, columns] as NVFP4's numbers under their experts'."""
+    """Rounds rows [E, m, columns] to NVFP4's numbers under their experts' numbers."""
     parts = [reference.nvfp4(rows, number[None]) for rows, number in zip(x, numbers, strict=True)]
     return torch.stack(
         [reference.nvfp4_numbers(q[..., 0::2] | q[..., 1::2] << 4, scales).bfloat16() for q, scales in parts]
@@ -237,7 +238,7 @@ def rounded(x: Tensor, numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("activation", ["silu", "relu2"])
 @pytest.mark.parametrize("size", [1024, 928])
 def test_masked_is_its_parts(size: int, activation: str, shared: bool, rng: torch.Generator) -> None:
-    """Every tile with a w2 that picks one number each: the bits of GEMM1 of rounded rows, rounded again on the CPU."""
+    """In every tile w2 picks one number each: bits are those of GEMM1 of rounded rows, rounded again on the CPU."""
     shape, m = Shape("parts", 5, 1, size, size).with_options(activation=activation), 230
     layer = make(shape, rng, a4=True)
     assert layer.roundings is not None
@@ -269,7 +270,7 @@ def test_masked_is_its_parts(size: int, activation: str, shared: bool, rng: torc
 
 
 def test_codes_as_tokens(rng: torch.Generator) -> None:
-    """x in bf16, and as the codes that fp4_quantize makes of it: the same bits, masked and routed."""
+    """x in bf16 and the codes that fp4_quantize makes of it give the same bits, masked and routed."""
     shape, m = Shape("codes", 4, 1, 192, 96, bias=True), 19
     layer = make(shape, rng, a4=True)
     assert layer.roundings is not None
@@ -324,7 +325,7 @@ def test_cutedsl_masked(activation: str, quantised: bool, rng: torch.Generator) 
 
 @both
 def test_cutedsl_wrapper(a4: bool, rng: torch.Generator) -> None:
-    """flashinfer's class, in a CUDA graph too: the layer's bits."""
+    """flashinfer's class has the layer's bits, in a CUDA graph too."""
     layer = drawn(SHAPE, rng, a4)
     moe = wrapper(SHAPE, a4, device="cuda", use_cuda_graph=True, max_num_tokens=64)
     held = {name: None if tensor is None else tensor.cuda() for name, tensor in operands(layer).items()}
@@ -345,7 +346,7 @@ def test_cutedsl_wrapper(a4: bool, rng: torch.Generator) -> None:
 
 @both
 def test_graph(a4: bool, rng: torch.Generator) -> None:
-    """A captured call, replayed with other tokens and routing."""
+    """A captured call is replayed with other tokens and routing."""
     layer = on_cuda(make(SMALL, rng, a4))
     weights, tokens = layer.weights(), 40
     x = make_x(tokens, SMALL, torch.bfloat16, "cpu", rng).cuda()
@@ -368,7 +369,7 @@ def test_graph(a4: bool, rng: torch.Generator) -> None:
 
 @both
 def test_special_numbers(a4: bool, rng: torch.Generator) -> None:
-    """Scales of 0, NaN and with a sign; rows of zeros; NaN in x touches its row alone."""
+    """Scales are 0, NaN and negative; rows are zeros. NaN in x touches its row alone."""
     layer = make(SHAPES[0], rng, a4)
     layer.w13_scale[0] = 0
     layer.w2_scale[1, 5, 0] = 0x7F

@@ -1,7 +1,7 @@
 """Whole CTAs of the 16-bit GEMMs on the host (host_hopper.py).
 
-Operands are small multiples of powers of two: fp32 sums are exact in any order, and what follows them is the kernels',
-bit for bit.
+Operands are small multiples of powers of two, so fp32 sums are exact in any order. The steps after the sums have the
+kernels' bits.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from cta_operands import (
+    BOUNDS,
     DTYPES,
     EXPERT_SWIGLU,
     GEGLU,
     IDENTITY,
     NAMES,
     RELU2,
+    SITU,
     SWIGLU,
     Placed,
     activation,
@@ -45,9 +47,9 @@ KERNELS = {
     for shape, sizes in SHAPES.items()
 }
 LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
-# Approximations of exp and of 1 / x move a result to its neighbour where it was near the border.
+# Approximations of exp and of 1 / x move a result to its neighbour if it was near the border.
 BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
-ORDERS = 2  # of threads
+ORDERS = 2  # orders of threads
 GRID = 3
 EXPERTS = 4
 BF16, F32 = torch.bfloat16, torch.float32
@@ -72,10 +74,10 @@ class Case:
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
-        """Expert and tokens of each, an expert's beside each other. Nobody's token is expert 1's."""
+        """Returns expert and tokens of each tile, an expert's tiles beside each other. No tile is expert 1's."""
         most = SHAPES[self.shape][0]
         few = [(2, most // 2), (2, most // 2 + 1)]
-        # More than an expert's tiles that go out together.
+        # These are more than an expert's tiles that go out together.
         many = [(0, most)] * 12 if self.shape == "16" else []
         return [*many, (0, most), (0, 1), (2, most - 1), *few, (3, 9)]
 
@@ -89,12 +91,13 @@ def gated(shape: str, inner: int, columns: int, kind: int = SWIGLU, **others: ob
     return Case(shape, inner, columns, kind, gated=True, **others)
 
 
-# Columns end inside a unit, K inside a block; of "gap" a consumer of pairs has no rows of the last unit.
+# Columns end inside a unit, and K inside a block. In "gap" a consumer of pairs has no rows of the last unit.
 CASES = {
     "16-gated": gated("16", 200, 72, bias=BF16),
     "16-plain": Case("16", 392, 144, bias=F32),
     "64-gated": gated("64", 200, 96),
     "64-gated-up-gate": gated("64", 72, 72, GEGLU, layout="up_gate", bias=BF16, weighted=True),
+    "64-gated-situ": gated("64", 72, 96, SITU, layout="up_gate", bias=F32, weighted=True),
     "64-plain": Case("64", 64, 160, RELU2, weighted=True, strided=True),
     "64-alone-gated": gated("64_alone", 648, 72, layout="interleaved", bias=F32),
     "64-alone-plain": Case("64_alone", 136, 144, bias=BF16),
@@ -104,6 +107,7 @@ CASES = {
     "192-gated": gated("192", 200, 112, bias=BF16),
     "192-gated-gap": gated("192", 72, 160, EXPERT_SWIGLU),
     "192-gated-up-gate": gated("192", 72, 80, GEGLU, layout="up_gate", bias=F32, weighted=True, strided=True),
+    "192-gated-situ": gated("192", 72, 112, SITU, layout="interleaved", bias=BF16),
     "192-gated-interleaved": gated("192", 72, 176, layout="interleaved", bias=BF16),
     "192-plain": Case("192", 72, 224, RELU2, bias=F32, weighted=True),
     "192-plain-gap": Case("192", 328, 320, bias=BF16),
@@ -120,7 +124,7 @@ def numbers(shape: tuple[int, ...], rng: torch.Generator, scale: float = 1.0) ->
 
 
 class Gemm:
-    """Random operands of a case, NaN wherever no tile's token needs them, and the numbers to be expected."""
+    """Random operands of a case, NaN wherever no tile's token needs them, and the expected numbers."""
 
     def __init__(self, case: Case, rng: torch.Generator) -> None:
         self.case, rows = case, case.columns * (2 if case.gated else 1)
@@ -134,7 +138,9 @@ class Gemm:
         self.x[source[inside]] = numbers((len(inside), case.inner), rng)
         self.weights = numbers((EXPERTS, rows, case.inner), rng, 1 / 16)
         self.bias = torch.randn((EXPERTS, rows), generator=rng).to(case.bias) if case.bias else None
-        self.alpha = torch.rand(EXPERTS, generator=rng) + 0.5 if case.activation == EXPERT_SWIGLU else None
+        # With SiTU the bound of the gate stands in the place of alpha.
+        of_experts = case.activation in (EXPERT_SWIGLU, SITU)
+        self.alpha = torch.rand(EXPERTS, generator=rng) + 0.5 if of_experts else None
         self.factors = poisoned((int(slot_of_place.max()) + 1,), F32)
         self.factors[slot_of_place[inside]] = torch.rand(len(inside), generator=rng) + 0.5
         poison_idle({expert for expert, _ in case.tiles}, self.weights, self.bias, self.alpha)
@@ -145,19 +151,21 @@ class Gemm:
             sums = sums if self.bias is None else sums + self.bias[expert].float()
             sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
             if case.activation != IDENTITY:
-                alpha = 1.0 if self.alpha is None else float(self.alpha[expert])
+                options = dict(BOUNDS) if case.activation == SITU else {}
+                if self.alpha is not None:
+                    options["situ_beta" if case.activation == SITU else "alpha"] = float(self.alpha[expert])
                 name = NAMES[case.activation]
-                sums = reference.activate(sums, layout=case.layout, activation=name, alpha=alpha)
+                sums = reference.activate(sums, layout=case.layout, activation=name, **options)
             expected.append(sums.bfloat16())
         self.expected = torch.cat(expected)
 
     def add(self, kernels: HostGemms, *, tiles: int | None = None, **others: int) -> tuple[Tensor, Tensor]:
-        """A launch. Returns out and what counts units."""
+        """Adds a launch. Returns out and the counter of units."""
         case = self.case
         out = poisoned((self.placed.places, case.columns), BF16)
         tile_count = torch.tensor([len(self.placed.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
-        self.buffers = [tile_count, next_unit]  # kept until they have run
+        self.buffers = [tile_count, next_unit]  # kept until the launches have run
         kernels.add(
             case.kernel, self.weights, self.placed.places, {}, GRID, x=self.x.data_ptr(),
             slot_of_place=0 if self.slots is None else self.slots.data_ptr(), row_divisor=self.divisor,
@@ -171,7 +179,7 @@ class Gemm:
         return out, next_unit
 
     def run(self, kernels: HostGemms, rng: torch.Generator, *, tiles: int | None = None) -> Tensor:
-        """out; what is no tile's is as it was."""
+        """Runs a launch and returns out; rows of no tile are as they were."""
         out, next_unit = self.add(kernels, tiles=tiles)
         kernels.run(seed_of(rng))
         units = (len(self.placed.tiles) if tiles is None else tiles) * self.case.row_blocks
@@ -199,7 +207,7 @@ def test_no_tiles(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, tiles=0)
 
 
-# GEMM1, and the columns of GEMM2. Of "192-gap" a consumer has no rows of the last row block, in both.
+# GEMM1, and the columns of GEMM2. In "192-gap" a consumer has no rows of the last row block, in both.
 OVERLAPS = {
     "16": (gated("16", 72, 72), 144),
     "64": (gated("64", 72, 96, bias=BF16), 160),
@@ -213,7 +221,8 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_second_gemm_begins_before_the_first_ends(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
-    """All CTAs of both run at once: GEMM2 waits for what GEMM1 says is there, or for its end, and else reads poison."""
+    """All CTAs of both run at once. GEMM2 must wait until GEMM1 says that rows exist, or ends; otherwise it reads
+    poison."""
     first, columns = OVERLAPS[name]
     up = Gemm(dataclasses.replace(first, together=True), rng)
     down = Gemm(Case(first.shape, first.columns, columns, together=True), rng)

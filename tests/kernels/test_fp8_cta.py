@@ -1,7 +1,7 @@
 """Whole CTAs of fp8's GEMMs on the host (host_hopper.py), against sums with the same rounding points.
 
-The host's wgmma adds 32 exact products and rounds to fp32, a GPU's keeps 14 bits of them: what follows the products is
-the kernels', bit for bit.
+The host's wgmma adds 32 exact products and rounds to fp32, while a GPU's keeps 14 bits of them. The steps after the
+products have the kernels' bits.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from cta_operands import (
+    BOUNDS,
     DTYPES,
     GEGLU,
     IDENTITY,
     NAMES,
     RELU2,
+    SITU,
     SWIGLU,
     Placed,
     activation,
@@ -44,15 +46,15 @@ KERNELS = {
     "stationary_4": "GroupedGemmFp8StationarySm90<4>",
     "stationary_16": "GroupedGemmFp8StationarySm90<16>",
 }
-# Approximations of exp and of 1 / x move a result to its neighbour where it was near the border.
+# Approximations of exp and of 1 / x move a result to its neighbour if it was near the border.
 BAR = Bar(max_ulp=1.1, ulps=0.9, share=2e-3)
-# Expert and tokens of each tile, an expert's beside each other. Nobody's token is expert 1's.
+# Expert and tokens of each tile, an expert's tiles beside each other. No tile is expert 1's.
 TILES = [(0, 128), (0, 1), (2, 63), (2, 64), (2, 65), (3, 127)]
 ORDERED_TILES = [(0, 192), (0, 1), (2, 64), (2, 65), (2, 128), (3, 129), (3, 191)]
-# An expert's add up to those of TILES.
+# Here an expert's tiles add up to its tiles in TILES.
 FEW_TILES = [(0, 64), (0, 64), (0, 1), (2, 63), (2, 64), (2, 47), (2, 18), (3, 64), (3, 63)]
 FEWEST_TILES = [(0, 16), (0, 1), (2, 15), (2, 9), (3, 16)]
-ORDERS = 3  # of threads
+ORDERS = 3  # orders of threads
 GRID = 3
 EXPERTS = 4
 
@@ -63,7 +65,7 @@ class Case:
     inner: int
     columns: int
     activation: int = IDENTITY
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # of SwiGLU: alpha, beta, limit
+    numbers: dict[str, float] = dataclasses.field(default_factory=dict)  # SwiGLU's alpha, beta, limit
     up_gate: bool = False
     bias: torch.dtype | None = None
     weighted: bool = False
@@ -72,7 +74,7 @@ class Case:
     strided: bool = False  # units in a fixed stride
     by_group: bool = False  # scales of neighbouring rows beside each other
     together: bool = False  # an expert's tiles without a gap
-    own_columns: int | None = None  # that the weights have of each part, where kernels count more
+    own_columns: int | None = None  # columns that the weights have of each part, if kernels count more
     own_inner: int | None = None
 
     @property
@@ -107,6 +109,9 @@ CASES = {
     "gated": Case("gated", 384, 384, SWIGLU),
     "gated-long": Case("gated", 1152, 128, SWIGLU),
     "gated-limits": Case("gated", 256, 256, SWIGLU, LIMITED, quantised=True),
+    "gated-situ": Case("gated", 256, 256, SITU, bias=F32, up_gate=True, quantised=True),
+    "few-gated-situ": Case("few_gated", 128, 256, SITU, quantised=True),
+    "ordered-gated-situ": Case("ordered_gated", 256, 256, SITU, weighted=True, quantised=True),
     "gated-alpha": Case("gated", 128, 256, SWIGLU, {"alpha": 1.702, "beta": 1.0}),
     "gated-strided": Case("gated", 128, 256, SWIGLU, strided=True),
     "gated-quantised": Case("gated", 256, 256, SWIGLU, bias=F32, quantised=True),
@@ -156,7 +161,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostGemms:
 
 
 def products(x: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tensor:
-    """fp32 sums; a step of 32 products is exact in fp64."""
+    """Returns fp32 sums; a step of 32 products is exact in fp64."""
     sums = torch.zeros((len(x[0]), len(weights)))
     for block in range(scales.shape[1]):
         product = torch.zeros_like(sums)
@@ -169,7 +174,7 @@ def products(x: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) -> Tenso
 
 
 class Gemm:
-    """Random operands of a case, NaN wherever no tile's token needs them, and the numbers to be expected."""
+    """Random operands of a case, NaN wherever no tile's token needs them, and the expected numbers."""
 
     def __init__(self, case: Case, rng: torch.Generator) -> None:
         self.case, rows = case, case.columns * (2 if case.gated else 1)
@@ -205,11 +210,12 @@ class Gemm:
             sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
             if case.activation != IDENTITY:
                 layout = "up_gate" if case.up_gate else "gate_up"
-                sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation], **case.numbers)
+                options = BOUNDS if case.activation == SITU else case.numbers
+                sums = reference.activate(sums, layout=layout, activation=NAMES[case.activation], **options)
             self.expected.append(sums.bfloat16())
 
     def cut(self, used: Tensor) -> Tensor:
-        """Makes zeros of what the weights do not have; the rest of them."""
+        """Zeroes what the weights do not have, and returns the used part."""
         case, parts = self.case, 2 if self.case.gated else 1
         columns, inner = case.own_columns or case.columns, case.own_inner or case.inner
         weights = self.weights.view(EXPERTS, parts, case.columns, case.inner).view(torch.uint8)
@@ -224,7 +230,7 @@ class Gemm:
     def add(
         self, kernels: HostGemms, *, quantised: bool, tiles: int | None = None, **others: int
     ) -> tuple[list[Tensor], Tensor]:
-        """A launch. Returns out, with its scales where quantised, and what counts units."""
+        """Adds a launch. Returns out, with its scales if quantised, and the counter of units."""
         case, places = self.case, self.placed.places
         out = poisoned((places, case.columns), torch.float8_e4m3fn if quantised else BF16)
         groups = case.columns // 128, case.inner // 128
@@ -235,7 +241,7 @@ class Gemm:
         strides = dict(zip(names, by_group if case.by_group else (groups[1], 1, groups[0], 1), strict=True))
         tile_count = torch.tensor([len(self.tiles) if tiles is None else tiles], dtype=torch.int32)
         next_unit = torch.zeros(1, dtype=torch.int32)
-        # Kept until they have run.
+        # The tensors are kept until the launches have run.
         self.buffers = [x_scales, tile_count, next_unit]
         kernels.add(
             case.kernel, self.own_weights, places, strides, GRID, rows=self.weights.shape[1],
@@ -255,7 +261,7 @@ class Gemm:
     def run(
         self, kernels: HostGemms, rng: torch.Generator, *, quantised: bool, tiles: int | None = None
     ) -> list[Tensor]:
-        """out, and its scales where quantised; what is no tile's is as it was."""
+        """Runs a launch. Returns out, and its scales if quantised; rows of no tile are as they were."""
         case = self.case
         done = torch.zeros(1 + EXPERTS, dtype=torch.int32)
         counts = {"done": done.data_ptr()} if quantised and case.kernel.startswith("few") else {}
@@ -294,7 +300,7 @@ def test_no_tiles(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     Gemm(CASES[name], rng).run(kernels, rng, quantised=False, tiles=0)
 
 
-# GEMM1, GEMM2, whose schedule may be another, columns between them.
+# Name -> (GEMM1, GEMM2, columns between them). GEMM2 may have another schedule.
 OVERLAPS = {
     "wide-plain": ("gated", "plain", 384),
     "wide-stationary": ("gated", "stationary_4", 256),
@@ -308,7 +314,8 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_second_gemm_begins_before_the_first_ends(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
-    """All CTAs of both run at once: GEMM2 waits for what GEMM1 says is there, and reads poison if it does not."""
+    """All CTAs of both run at once: GEMM2 waits until GEMM1 says that rows exist, and reads poison if it does not
+    wait."""
     first, second, between = OVERLAPS[name]
     kind = RELU2 if first == "plain" else SWIGLU
     up = Gemm(Case(first, 256, between, kind, quantised=True, together=True), rng)

@@ -1,4 +1,4 @@
-"""The folder of compiled host programs: each is compiled once, and again when anything of it changes."""
+"""The folder of compiled host programs: each program is compiled once, and again when any part of it changes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def program(folder: Path, number: int) -> Path:
-    """A source whose answer stands in a header beside it."""
+    """Returns a source whose answer stands in a header beside it."""
     folder.mkdir()
     (folder / "number.h").write_text(f"#define NUMBER {number}\n")
     source = folder / "program.cpp"
@@ -34,7 +34,7 @@ def answer(library: Path) -> int:
 
 
 def test_equal_programs_are_compiled_once(compiler: str, tmp_path: Path) -> None:
-    """Also of other folders; a flag, a header or the source makes another."""
+    """Equal programs of other folders count, too. Another flag, header or source makes another program."""
     first, same, other = (program(tmp_path / name, number) for name, number in (("a", 3), ("b", 3), ("c", 4)))
     library = host_build.compiled(compiler, ["-O1", f"-I{first.parent}"], first)
     made = library.stat().st_mtime_ns

@@ -34,7 +34,7 @@ class Made:
 
 
 def cubin(kernels: Sequence[Made], lines: bytes = b"lines") -> bytes:
-    """An ELF file with these kernels in this order, as nvcc lays one out."""
+    """Returns an ELF file with these kernels in this order, as nvcc lays one out."""
     names = [""] + [name for made in kernels for name in (made.name, made.calls)]
     number = {name: i for i, name in enumerate(names)}
     strings = bytearray(b"\0")
@@ -48,7 +48,7 @@ def cubin(kernels: Sequence[Made], lines: bytes = b"lines") -> bytes:
         for made in kernels
         for attribute, value in ((0x2F, made.registers), (0x11, made.stack))
     )
-    # (name, type, flags, info, link, bytes, size)
+    # (name, type, flags, info, link, bytes, size) of each section.
     sections: list[tuple[str, int, int, int, int, bytes, int]] = [
         (".debug_line", PROGBITS, 0, 0, 0, lines, len(lines)),
         (".nv.info", NOTES, 0, 0, 3, info, len(info)),
@@ -101,7 +101,7 @@ def compared(
 
 
 def test_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines, files and the order of symbols do not count."""
+    """Line numbers, files and the order of symbols do not count."""
     base = folder(tmp_path / "base", cubin([ROUND, SORT]))
     new = folder(tmp_path / "new", cubin([SORT], lines=b"other lines"), cubin([Made("unasked"), ROUND]))
     code, lines, _ = compared(capsys, base, new, "--kernels", "[rs]*")
@@ -202,7 +202,7 @@ def test_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both sides are built, each from its own sources, and only what a build names is read."""
+    """Both sides are built, each from its own sources, and only the files that a build names are read."""
     root = tmp_path / "root"
     root.mkdir()
     monkeypatch.setattr(kernels_diff, "ROOT", root)
@@ -212,7 +212,7 @@ def test_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
         person = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
         subprocess.run(["git", *person, *arguments], cwd=root, check=True, capture_output=True)
 
-    # The sources are the cubin itself; a build leaves it beside an older one of another name.
+    # The sources are the cubin itself. A build leaves it beside an older one of another name.
     message = json.dumps({"reason": "build-script-executed", "out_dir": "OUT"})
     stand_in(
         tmp_path / "bin" / "cargo",

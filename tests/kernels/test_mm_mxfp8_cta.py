@@ -1,6 +1,6 @@
 """Whole CTAs of dense MXFP8 for many tokens on the host (host_mm_mxfp8.py), and how they share tiles and K.
 
-Operands are small multiples of powers of two: sums are exact in fp32 in any order, so out has the bits of fp64 rounded.
+Operands are small multiples of powers of two. Sums are exact in fp32 in any order, so out has the bits of rounded fp64.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from test_mm_mxfp8_few import View, values
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {F32: 0, F16: 1, BF16: 2}
 NAN = 0x7F
-GUARD = 1 << 18  # bytes in front of and behind all that a kernel writes
+GUARD = 1 << 18  # bytes before and behind the memory that a kernel writes
 TOKENS_GRID = 3
-ORDERS = 2  # of threads
+ORDERS = 2  # orders of threads
 WIDE = re.findall(
     r"^    wide\((\d+), (\d+), (\d+)\),$", (ROOT / "src" / "variants" / "dense.rs").read_text(), re.MULTILINE
 )
@@ -45,7 +45,7 @@ def up_div(a: int, b: int) -> int:
 
 
 class Guarded:
-    """Bytes that a kernel writes, poison before, between others that it must leave."""
+    """Memory that a kernel writes, filled with poison, between bytes that it must leave."""
 
     def __init__(self, size: int) -> None:
         self.memory = poisoned((size + 2 * GUARD,), torch.uint8)
@@ -61,7 +61,7 @@ class Guarded:
 
 
 class Operand:
-    """Codes and scales whose products are multiples of 1 / 16 below 50, NaN in the memory behind them."""
+    """Codes and scales whose products are multiples of 1 / 16 below 50, with NaN in the memory behind them."""
 
     def __init__(self, rows: int, k: int, form: str, rng: torch.Generator) -> None:
         numbers = torch.randint(-7, 8, (rows, k), generator=rng).float() / 2
@@ -79,7 +79,7 @@ class Operand:
 
 
 class Product:
-    """out = a b^T by a launch of each kernel, and the workspace between them."""
+    """A launch of each kernel for out = a b^T, and the workspace between them."""
 
     def __init__(
         self, kernel: str, a: Operand, b: Operand, grid: int, dtype: torch.dtype, *, shared: int = 0, splits: int = 1
@@ -90,7 +90,7 @@ class Product:
         (self.m, self.k), self.n = a.codes.shape, b.codes.shape[0]
         self.blocks = max(up_div(self.k, 128), 1)
         self.token_tiles, self.row_blocks = up_div(self.m, self.tokens), up_div(self.n, 64 * self.consumers)
-        # As src/dense/plan.rs has it.
+        # The sizes are those of src/dense/plan.rs.
         ctas = grid if shared else 0
         self.arrivals = ctas * self.consumers
         self.prepared = Guarded(self.token_tiles * self.tokens * self.blocks * 128 * 2)
@@ -110,7 +110,7 @@ class Product:
         )  # fmt: skip
 
     def run(self, kernels: HostMm, rng: torch.Generator, arrived: int = POISON) -> Tensor:
-        """`arrived`: each byte of the counters before."""
+        """Runs both kernels. `arrived`: each byte of the counters before."""
         out = Guarded(self.m * self.n * self.dtype.itemsize)
         self.prepared.inside[:] = POISON
         self.partial_sums.inside[:] = POISON
@@ -135,7 +135,7 @@ class Product:
 
 @dataclasses.dataclass
 class Case:
-    """Tiles of tokens and of rows, and how many the last ones are short of; the first `shared` tiles are cut."""
+    """Numbers of tiles of tokens and of rows, and how much the last ones lack; the first `shared` tiles are cut."""
 
     tokens: tuple[int, int]
     rows: tuple[int, int]
@@ -153,31 +153,33 @@ class Case:
         return Product(kernel, a, b, self.grid, self.dtype, shared=self.shared, splits=self.splits)
 
 
-# n is a multiple of 8 where the last is short of so many, else not of 4, nor of 2; K ends inside a block.
+# n is a multiple of 8 if the last tile lacks a multiple of 8 rows. Otherwise it is no multiple of 4, or not even of 2.
+# K ends inside a block.
 CASES = {
-    # Whole tiles, several a CTA.
+    # All tiles are whole, several for each CTA.
     "whole": Case((2, 3), (2, 8), k=96, grid=3),
     "whole-odd": Case((1, 1), (3, 29), k=288, grid=2, dtype=F32, forms=("8x4", "rows")),
     "whole-one-row": Case((2, 37), (1, 61), k=32, grid=2, dtype=F16, forms=("columns", "apart")),
     "whole-no-k": Case((1, 5), (2, 22), k=0, grid=2, forms=("rows", "rows")),
     "whole-groups": Case((2, 10), (9, 45), k=32, grid=4),
-    # All are cut: by fewer CTAs than tiles, by more, by more than K blocks; several share a K; runs end at tiles' ends.
+    # All tiles are cut: by fewer CTAs than tiles, by more, by more than K blocks; several share a K; runs end at tiles'
+    # ends.
     "fewer": Case((2, 9), (2, 35), k=1120, grid=3, shared=4, forms=("rows", "128x4")),
     "more": Case((1, 30), (2, 40), k=1376, grid=5, shared=2, dtype=F32),
     "one-tile": Case((1, 17), (1, 50), k=2336, grid=4, shared=1, dtype=F16, forms=("apart", "columns")),
     "at-ends": Case((1, 8), (2, 3), k=736, grid=2, shared=2),
     "too-short": Case((1, 0), (2, 0), k=480, grid=5, shared=2),
     "more-than-blocks": Case((1, 12), (1, 6), k=992, grid=10, shared=1),
-    # Shared tiles, then whole ones.
+    # Shared tiles come before whole ones.
     "then-whole": Case((1, 33), (7, 16), k=864, grid=2, shared=3, forms=("8x4", "8x4")),
     "then-whole-odd": Case((2, 1), (3, 27), k=864, grid=4, shared=2, dtype=F32),
-    # Of a cluster.
+    # The CTAs of a cluster share a tile.
     "cluster": Case((1, 11), (2, 56), k=608, grid=4, splits=2),
     "cluster-odd": Case((2, 50), (1, 21), k=480, grid=6, splits=3, dtype=F16),
 }
 
 
-# Every tile has each second case: of neighbours, one.
+# Every tile runs each second case; of two neighbours one runs.
 RUNS = [
     pytest.param(kernel, name, id=f"{kernel}-{name}")
     for i, kernel in enumerate(KERNELS)
@@ -187,7 +189,7 @@ RUNS = [
 
 
 def test_cases_are_cut_as_they_say(kernels: HostMm, rng: torch.Generator) -> None:
-    """The most CTAs that share a tile, CTAs that hand over, CTAs that have nothing."""
+    """The cases have: the most CTAs that share a tile, CTAs that hand over, CTAs without work."""
     cut = {}
     for name, case in CASES.items():
         product = case.product("t64_c2", rng)
@@ -217,7 +219,7 @@ def test_sums(kernels: HostMm, kernel: str, name: str, rng: torch.Generator) -> 
     product = case.product(kernel, rng)
     assert product.tiles == case.tokens[0] * case.rows[0]
     expected = (product.a.values() @ product.b.values().T + 0.0).to(case.dtype)
-    # Counters of an earlier launch are no better than poison.
+    # Counters of an earlier launch are as bad as poison.
     for order in range(ORDERS):
         out = product.run(kernels, rng, (POISON, 1)[order % 2])
         assert same_bits(out, expected)
@@ -226,7 +228,7 @@ def test_sums(kernels: HostMm, kernel: str, name: str, rng: torch.Generator) -> 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_stays_in_its_row(kernels: HostMm, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Codes and scales, where K ends inside a block, too: what lies behind a row is the next one's."""
+    """NaN is in codes and in scales, also if K ends inside a block: the memory behind a row is the next row's."""
     product = dataclasses.replace(CASES["one-tile"], k=1248, dtype=dtype).product("t64_c2", rng)
     a, b = product.a, product.b
     a.codes[20, 0], a.scales[41, -1], b.codes[30, 0], b.codes[61, -1], b.scales[3, 5] = NAN, 255, NAN | 0x80, NAN, 255
@@ -238,7 +240,7 @@ def test_nan_stays_in_its_row(kernels: HostMm, dtype: torch.dtype, rng: torch.Ge
 
 @pytest.mark.parametrize(("m", "k", "tokens"), [(101, 416, 64), (192, 256, 192), (1, 32, 256), (7, 0, 96)])
 def test_preparation(kernels: HostMm, m: int, k: int, tokens: int, rng: torch.Generator) -> None:
-    """All codes and scales, rounded to bf16, in the order that mxfp8_operand.cuh says; and no arrivals."""
+    """All codes and scales are rounded to bf16, in the order that mxfp8_operand.cuh says; no arrivals are counted."""
     a = Operand(m, k, "128x4", rng)
     a.codes[:] = torch.randint(256, a.codes.shape, generator=rng)
     a.scales[:] = torch.randint(256, a.scales.shape, generator=rng)
@@ -251,7 +253,8 @@ def test_preparation(kernels: HostMm, m: int, k: int, tokens: int, rng: torch.Ge
         tiles, blocks = product.token_tiles, product.blocks
         padded = torch.zeros((tiles * tokens, blocks * 128), dtype=torch.float64)
         padded[:m, :k] = a.values()
-        # Lane c, step s: bytes 4 s to 4 s + 3 of the block's group c; the first two are columns 2 c, 2 c + 1 of 16.
+        # Lane c in step s has bytes 4 s to 4 s + 3 of the block's group c. The first two are columns 2 c, 2 c + 1 of
+        # 16.
         ordered = padded.view(tiles, tokens, blocks, 4, 2, 4, 2, 2).permute(0, 2, 4, 1, 5, 6, 3, 7)
         chunks = ordered.reshape(tiles, blocks, 2, tokens, 8, 8)
         rows = torch.arange(tokens)[:, None]
@@ -269,13 +272,13 @@ def check_share(kernels: HostMm, tiles: int, shared: int, blocks: int, grid: int
     segments = kernels.segments(tiles, shared, blocks, grid)
     cta, tile, first, last = segments.T
     assert bool((first >= 0).all() and (first < last).all() and (last <= blocks).all() and (tile < tiles).all())
-    # Each block once: segments by their beginning lie side by side.
+    # Each block comes once: segments by their beginning lie side by side.
     order = (tile * blocks + first).argsort()
     starts, ends = (tile * blocks + first)[order], (tile * blocks + last)[order]
     assert starts.tolist() == [0, *ends[:-1].tolist()] and int(ends[-1]) == tiles * blocks
     # The CTAs of a tile are in the order of its K, so that the one that ends it has the highest number.
     assert bool((cta[order].diff() >= 0)[tile[order].diff() == 0].all())
-    # Sums of one tile at most are handed over by a CTA, before anything else.
+    # A CTA hands over the sums of one tile at most, before anything else.
     is_first = cta.diff(prepend=torch.tensor([-1])) != 0
     assert bool(is_first[last < blocks].all())
     # Whole tiles come after shared ones, a stride apart.
@@ -283,7 +286,7 @@ def check_share(kernels: HostMm, tiles: int, shared: int, blocks: int, grid: int
     assert bool(((tile - shared) % grid == cta)[is_whole].all())
     assert bool(((first == 0) & (last == blocks))[is_whole].all())
     assert bool((is_whole.long().diff() >= 0)[cta.diff() == 0].all())
-    # Runs are equal but for their rounding, which leaves no crumbs at a tile's ends.
+    # Runs are equal except for their rounding, which leaves no crumbs at a tile's ends.
     least = kernels.library.least()
     run = torch.zeros(grid, dtype=torch.long).index_add_(0, cta[~is_whole], (last - first)[~is_whole])
     assert bool(((run - shared * blocks / grid).abs() <= 2 * least + 1).all())

@@ -28,7 +28,7 @@ KERNELS = {
     "t32_narrow": (32, 16, 3),
 }
 TILE_ROWS = {"128x4": 128, "8x4": 8}
-# Passes of a CTA, and rows of b in each.
+# (passes of a CTA, rows of b in each pass).
 Passes = tuple[int, int] | None
 
 
@@ -38,31 +38,31 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
         name: (f"MmMxfp8FewSm90<{tokens}, {rows // 16}, {stages}>", "MmMxfp8FewParams")
         for name, (tokens, rows, stages) in KERNELS.items()
     }
-    # Before sm_90: one launch after the other, no clusters.
+    # For GPUs before sm_90 launches run one after the other, without clusters.
     return HostCtas(tmp_path_factory.mktemp("few"), ["gemm/mm_mxfp8_few_sm90.cuh"], names, 890)
 
 
 def operand(rows: int, k: int, rng: torch.Generator, spread: int = 6) -> tuple[Tensor, Tensor]:
-    """Codes but NaN, and scales of several powers."""
+    """Returns all codes but NaN, and scales of several powers."""
     codes = torch.randint(0, 256, (rows, k), generator=rng, dtype=torch.uint8)
     codes[codes & 0x7F == 0x7F] = 0x11
     return codes, torch.randint(127 - spread, 127 + spread, (rows, k // 32), generator=rng, dtype=torch.uint8)
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """fp64, in which all scales have a place."""
+    """Returns fp64 numbers, which can hold all scales."""
     numbers = codes.view(torch.float8_e4m3fn).double()
     powers = torch.exp2(scales.double() - 127).masked_fill(scales == 255, math.nan)
     return numbers * powers.repeat_interleave(32, 1)
 
 
 class View:
-    """Scales as a kernel gets them; `form`: a layout, "rows", "columns", or "apart", at odd addresses with gaps."""
+    """Scales as a kernel gets them. `form`: a layout, "rows", "columns", or "apart", at odd addresses with gaps."""
 
     def __init__(self, scales: Tensor, form: str) -> None:
         blocks = scales.shape[1]
         if form in TILE_ROWS:
-            # Padding may be anything.
+            # Padding may hold any bytes.
             rows = TILE_ROWS[form]
             room = torch.full((-(-scales.shape[0] // rows) * rows, -(-blocks // 4) * 4), 0xFF, dtype=torch.uint8)
             room[: scales.shape[0], :blocks] = scales
@@ -98,7 +98,7 @@ def call(
 
 
 def check(out: Tensor, a: Tensor, b: Tensor, lost: float = 2.0**-19) -> None:
-    """Within half an ulp and what fp32 sums can lose, which tensor cores cut off."""
+    """Checks for half an ulp, and for what fp32 sums can lose, which tensor cores cut off."""
     expected, size = a @ b.T, a.abs() @ b.abs().T
     error = (out.double() - expected).abs()
     bar = 0.51 * torch.finfo(out.dtype).eps * expected.abs() + lost * size + 2.0**-148
@@ -135,7 +135,7 @@ def check(out: Tensor, a: Tensor, b: Tensor, lost: float = 2.0**-19) -> None:
 def test_by_definition(
     kernels: HostCtas, name: str, m: int, n: int, k: int, passes: Passes, forms: tuple[str, str], rng: torch.Generator
 ) -> None:
-    """In any passes, also with a row of b that goes the long way in one of them; with the bits of other passes."""
+    """Results and bits are the same in any passes, also with a row of b that goes the long way in one of them."""
     a, b = operand(m, k, rng), operand(n, k, rng)
     b[1][n // 2] = 3
     out = call(kernels, name, a, b, rng, forms, passes=passes)
@@ -151,7 +151,7 @@ def test_nothing_to_add(kernels: HostCtas, rng: torch.Generator) -> None:
 
 
 def test_a_row_has_its_bits_in_every_kernel(kernels: HostCtas, rng: torch.Generator) -> None:
-    """Alone and among others, with a neighbour whose scales go the long way, in any ring."""
+    """A row has its bits alone and among others, with a neighbour whose scales go the long way, in any ring."""
     n, k = 40, 1696
     a, b = operand(32, k, rng), operand(n, k, rng)
     a[1][20] = 3
@@ -171,14 +171,15 @@ def test_a_row_has_its_bits_in_every_kernel(kernels: HostCtas, rng: torch.Genera
 
 
 def test_scales_of_any_size(kernels: HostCtas, rng: torch.Generator) -> None:
-    """From 2^-127 to 2^127 each, whose products leave fp32 or only meet in it; both NaN; zeros times the largest."""
+    """Scales are 2^-127 to 2^127. Their products leave fp32, or only meet in it. Both have NaN, and zeros meet the
+    largest."""
     m, n, k = 8, 32, 672
     a, b = operand(m, k, rng), operand(n, k, rng)
     a[1][:] = torch.tensor([0, 1, 60, 63, 191, 192, 230, 254], dtype=torch.uint8)[:, None]
     b[1][:] = torch.randint(0, 255, (n, 1), generator=rng, dtype=torch.uint8)
     b[1][:4] = torch.tensor([0, 254, 64, 191], dtype=torch.uint8)[:, None]
     a[0][3, 64:96] = 0
-    # Scales of a row need not be alike.
+    # The scales of a row may differ.
     b[1][4, ::2], b[1][4, 1::2] = 20, 100
     b[0][5], b[1][5] = 0, 254
     a[0][2, 70], a[1][6, 3], b[0][7, 671], b[1][8, 20] = 0x7F, 255, 0xFF, 255
@@ -187,7 +188,7 @@ def test_scales_of_any_size(kernels: HostCtas, rng: torch.Generator) -> None:
     expected_nan[[2, 6]], expected_nan[:, [7, 8]] = True, True
     wanted = values(*a) @ values(*b).T
     sizes = values(*a).abs() @ values(*b).abs().T
-    # What ends beyond fp32 may do so on both sides.
+    # A sum that ends beyond fp32 may do so on both sides.
     inside, beyond = sizes < 2.0**127, sizes >= 2.0**129
     assert torch.equal(expected_nan, wanted.isnan()) and bool(out.isnan()[expected_nan].all())
     error = (out.double() - wanted).abs()
@@ -200,9 +201,9 @@ def test_scales_of_any_size(kernels: HostCtas, rng: torch.Generator) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 3, 8, 9, 16, 17, 31, 32])
 def test_on_a_gpu(m: int, rng: torch.Generator) -> None:
-    """Every kernel of the plan against fp64 of 40 rows of b; the same bits twice, and among 32 tokens."""
+    """Every kernel of the plan is compared with fp64 of 40 rows of b; bits are the same twice, and among 32 tokens."""
     sizes = [(7168, 2304), (2112, 7168), (4096, 1536), (7168, 16384), (18432, 512), (130, 96)]
-    # K that leaves room for narrow passes alone, and the longest, beside one without room for scales.
+    # The last sizes have a K that leaves room for narrow passes alone, the longest K, and one without room for scales.
     for n, k in [*sizes, (4300, 20480), (300, 83968), (300, 84000)]:
         a, b = operand(32, k, rng), operand(n, k, rng)
         codes = [t[0].cuda().view(torch.float8_e4m3fn) for t in (a, b)]

@@ -23,7 +23,7 @@ def ceil(size: int, parts: int) -> int:
 
 
 def weights(experts: int, rows: int, k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of random bytes."""
+    """Returns (codes, scales) of random bytes."""
 
     def random(columns: int) -> Tensor:
         return torch.randint(0, 256, (experts, rows, columns), generator=rng, dtype=torch.uint8)
@@ -51,7 +51,8 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
 def check_conversion(
     layouts: HostKernels, what: str, layout: int, plain: Tensor, held: Tensor, held_shape: tuple[int, int], band: int
 ) -> None:
-    """Both ways, into poisoned memory. `held`: as stored, the bytes of matrices of held_shape; `band`: rows of one."""
+    """Converts both ways, into poisoned memory. `held`: the stored bytes of matrices of held_shape; `band`: rows of
+    one."""
     (count, rows, columns), (held_rows, held_columns) = plain.shape, held_shape
     assert held.numel() == count * held_rows * held_columns and held.is_contiguous()
     threads = held_columns // 32 * 8 if what == "codes" else band * held_columns // 4
@@ -108,7 +109,7 @@ def test_quantize(dtype: torch.dtype, rounding: str, quantizers: HostKernels, rn
 
 @dtypes
 def test_dequantize(dtype: torch.dtype, quantizers: HostKernels, rng: torch.Generator) -> None:
-    """Every scale with every byte of codes, to the bits of NaN."""
+    """Every scale is dequantised with every byte of codes, to the bits of NaN."""
     codes, scales = every_code(rng)
     expected = quantize.dequantize(codes, scales, dtype)
     result = torch.full_like(expected, 7.0)

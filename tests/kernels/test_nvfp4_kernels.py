@@ -18,7 +18,8 @@ LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2, "gate_up_64": 3, "up_ga
 E4M3 = torch.float8_e4m3fn
 BF16 = 2
 
-# A thread's A fragments of a block's four k16 steps, as the GEMM decodes them, one block a CTA.
+# A kernel that writes a thread's A fragments of a block's four k16 steps, as the GEMM decodes them. A CTA has one
+# block.
 DECODER = """
 #pragma once
 #include "csrc/quant/pack_nvfp4.cuh"
@@ -42,7 +43,8 @@ struct DecodeNvfp4 {
 }  // namespace oxmoe
 """
 
-# What rows and GEMM1's epilogue are rounded with, against the codes' functions (a number for each row) and division.
+# A kernel that compares the code that rounds rows and GEMM1's output with the codes' functions (a number for each row)
+# and with division.
 EPILOGUE = """
 #pragma once
 #include "csrc/common/nvfp4.cuh"
@@ -145,7 +147,7 @@ def rounder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def in_order(rows: Tensor, layout: str) -> Tensor:
-    """Gate and up rows [E, 2I, ...] of a layout as [gate; up]."""
+    """Returns gate and up rows [E, 2I, ...] of a layout as [gate; up]."""
     if layout == "interleaved":
         return torch.cat([rows[:, 0::2], rows[:, 1::2]], 1)
     if layout.endswith("_64"):
@@ -155,7 +157,7 @@ def in_order(rows: Tensor, layout: str) -> Tensor:
 
 
 def numbers_of_fragments(fragments: Tensor, gated: bool, experts: int, rows: int, columns: int) -> Tensor:
-    """fp32 [E, rows, columns] of fragments [blocks, 128, 4, 4] of pairs, gated as [gate; up]."""
+    """Returns fp32 [E, rows, columns] of fragments [blocks, 128, 4, 4] of pairs, gated ones as [gate; up]."""
     row_tiles, k_blocks = -(-rows // 64), -(-columns // 64)
     pairs = fragments.view(torch.bfloat16).float()
     # [E, tile, block, warp, g, c, step, half of 16 columns, half of 16 rows, side]
@@ -189,7 +191,7 @@ def numbers_of_fragments(fragments: Tensor, gated: bool, experts: int, rows: int
 def test_packed_weights(
     layout: str | None, rows: int, columns: int, swizzled: bool, packer: HostCtas, rng: torch.Generator
 ) -> None:
-    """What the GEMM decodes is the checkpoint's numbers over 128, exactly, with every scale there is."""
+    """The GEMM decodes exactly the checkpoint's numbers over 128, with every scale."""
     experts, gated = 3, layout is not None
     codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=rng, dtype=torch.uint8)
     scales = torch.randint(0, 256, (experts, rows, columns // 16), generator=rng, dtype=torch.uint8)
@@ -235,7 +237,7 @@ def rounded(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def some_numbers(rows: int, columns: int, rng: torch.Generator) -> Tensor:
-    """bf16 of many sizes, with rows of zeros and numbers between codes."""
+    """Returns bf16 numbers of many sizes, with rows of zeros and numbers between codes."""
     x = torch.randn((rows, columns), generator=rng) * torch.exp2(
         torch.randint(-14, 8, (rows, columns // 16), generator=rng).repeat_interleave(16, 1)
     )
@@ -257,14 +259,15 @@ def test_rounding_of_all_rows(columns: int, rounder: HostCtas, rng: torch.Genera
 
 
 def test_division_and_e2m1(rounder: HostCtas) -> None:
-    """By every scale there is, with reciprocals an ulp off: the bits of a division; and e2m1's numbers."""
+    """Division by every scale, with reciprocals an ulp off, has the bits of a division; e2m1's numbers are right."""
     wrong = torch.zeros(2, dtype=torch.int64)
     rounder.run("check", 1, 1, out=wrong.data_ptr())
     assert wrong.tolist() == [0, 0]
 
 
 def test_blocks_are_their_codes(rounder: HostCtas, rng: torch.Generator) -> None:
-    """Every bf16 number beside others, infinities and NaN, under numbers of all sizes: what their codes stand for."""
+    """Every bf16 number beside others, infinities and NaN, under numbers of all sizes, becomes the value of its
+    code."""
     columns, rows = 80, 4000
     x = torch.randint(1 << 16, (rows, columns), dtype=torch.int32, generator=rng).to(torch.int16)
     x[: 65536 // columns + 1].view(-1)[:65536] = torch.arange(1 << 16).to(torch.int16)
@@ -296,7 +299,7 @@ def test_blocks_are_their_codes(rounder: HostCtas, rng: torch.Generator) -> None
 def test_rounding_of_tiles(
     columns: int, mapped: bool | str, quantised: bool, rounder: HostCtas, rng: torch.Generator
 ) -> None:
-    """Rows of the schedule alone, each with its expert's number; in place where they are GEMM1's output."""
+    """Only rows of the schedule are rounded, each with its expert's number. GEMM1's output is rounded in place."""
     by_place = mapped == "by-place"
     experts, top_k, tile = 3, 2 if mapped else 1, 16
     counts = [tile + 3, 0, 7]
@@ -306,7 +309,7 @@ def test_rounding_of_tiles(
             tiles.append((expert, place + first, min(tile, count - first), 0))
         place += count + (0 if mapped else 2)
     schedule, number = torch.tensor(tiles, dtype=torch.int32), torch.tensor([len(tiles)], dtype=torch.int32)
-    # Two slots more than are placed.
+    # There are two slots more than places.
     slots = place + 2
     order = torch.randperm(slots, generator=rng).int() if mapped else torch.arange(slots, dtype=torch.int32)
     x, factors = some_numbers(slots // top_k + 1, columns, rng), torch.rand(experts, generator=rng) * 100

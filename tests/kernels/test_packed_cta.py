@@ -13,7 +13,7 @@ from fake_cuda.harness import STRUCTS
 from host_packed import HostPacked
 from oxmoe import reference
 
-# As in src/variants/: bits, tokens, consumers, stages, blocks, e4m3.
+# Name -> (bits, tokens, consumers, stages, blocks, e4m3), as in src/variants/.
 PIPELINES = {
     "t16": (4, 16, 2, 3, 5, False),
     "t32": (4, 32, 3, 3, 5, False),
@@ -27,7 +27,7 @@ PIPELINES = {
     "t128": (4, 128, 3, 4, 2, False),
     "t192": (4, 192, 3, 5, 1, False),
 }
-# GEMM1 of NVFP4 with both roundings: gated, tokens, consumers, stages, blocks.
+# Epilogues of NVFP4's GEMM1 with both roundings: gated, tokens, consumers, stages, blocks.
 EPILOGUES = {
     f"{'gated' if gated else 'plain'}_t{sizes[0]}_c{sizes[1]}": (gated, *sizes)
     for gated in (True, False)
@@ -48,7 +48,8 @@ class Case:
     in_order: bool = False
 
 
-# Row tiles are not whole row blocks of three or four consumers; K ends inside a stage or a block, but in the first.
+# Row tiles are not whole row blocks of three or four consumers. K ends inside a stage or a block, except in the first
+# case.
 CASES = {
     "whole": Case(k=640, row_tiles=12, grid=7, in_order=True),
     "short-block": Case(k=616, row_tiles=5, grid=9),
@@ -63,7 +64,7 @@ def probes(tmp_path_factory: pytest.TempPathFactory) -> HostPacked:
 
 
 def test_cases_have_last_units_by_consumers() -> None:
-    """And others, and row tiles that such a unit does not have."""
+    """The cases also have other last units, and row tiles that such a unit does not have."""
     splits, missing = set(), set()
     for case in CASES.values():
         blocks = -(-case.row_tiles // 3)
@@ -87,7 +88,7 @@ def test_narrowest_width(probes: HostPacked, name: str) -> None:
 
 @dataclasses.dataclass
 class Rows:
-    """Tiles of rows in the order of places, and the rows of x that they are."""
+    """Tiles of rows in the order of places, and the rows of x that they hold."""
 
     tiles: list[list[int]]
     slots: torch.Tensor
@@ -101,7 +102,7 @@ class Rows:
 
     @classmethod
     def gathered(cls, tokens: int, case: Case, rng: torch.Generator) -> Rows:
-        # Full and nearly full tiles, one row, what two copies of a thread take, an odd count.
+        # The tiles are full and nearly full, one row, the rows that two copies of a thread take, and an odd count.
         counts = [tokens, 1, tokens - 1, 16, tokens // 2 + 3]
         assert len(counts) == TILES
         tiles, place = [], 2
@@ -115,7 +116,7 @@ class Rows:
 
     @classmethod
     def by_expert(cls, tokens: int, case: Case, rng: torch.Generator) -> Rows:
-        """An expert without rows, one with a tile and some, one whose rows fill what there is room for."""
+        """Makes an expert without rows, one with a tile and some, and one whose rows fill the room."""
         each, step = 2 * tokens + 3, min(tokens, 16)
         counts, tiles = [0, tokens + 1, each + 5], []
         for expert, rows in enumerate(min(count, each) for count in counts):
@@ -129,7 +130,7 @@ class Rows:
 
 
 class Gemm:
-    """Weights of a GEMM, any bytes, and how often each of its outputs was given to a consumer."""
+    """Weights of a GEMM of any bytes, and how often each of its outputs was given to a consumer."""
 
     def __init__(self, name: str, row_tiles: int, k: int, places: int, rng: torch.Generator) -> None:
         bits, *_, e4m3 = PIPELINES[name]
@@ -178,7 +179,7 @@ def test_stages_of_one_gemm(probes: HostPacked, name: str, case: Case, rng: torc
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("name", [name for name, (*_, e4m3) in PIPELINES.items() if not e4m3])
 def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expert: bool, rng: torch.Generator) -> None:
-    """GEMM2's tokens are what the probe stores as GEMM1's output: whoever gathers them too early gets other bytes."""
+    """The probe stores GEMM2's tokens as GEMM1's output: a consumer that gathers them too early gets other bytes."""
     tokens = PIPELINES[name][1]
     rows = Rows.by_expert(tokens, case, rng) if by_expert else Rows.gathered(tokens, case, rng)
     up = Gemm(name, case.row_tiles, case.k, rows.places, rng)
@@ -190,7 +191,7 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
         hidden = torch.randint(256, (rows.places, 2 * up.rows), dtype=torch.uint8, generator=rng)
         table = torch.tensor(rows.tiles, dtype=torch.int32)
         next_unit, tile_count = torch.zeros(1, dtype=torch.int32), torch.tensor([count], dtype=torch.int32)
-        # In order by the divisor, or without slots.
+        # Rows are in order by the divisor, or without slots.
         divisor = 0 if case.in_order and not by_expert else rows.divisor
         shared = {} if by_expert else {"tile_count": tile_count.data_ptr(), "next_unit": next_unit.data_ptr()}
         pair = {
@@ -224,7 +225,7 @@ def test_stages_of_both_gemms(probes: HostPacked, name: str, case: Case, by_expe
 
 
 def sums_of(values: torch.Tensor, gated: bool, consumers: int, tokens: int) -> torch.Tensor:
-    """fp32 [consumers, 128, tokens / 2] of outputs [tokens, columns]: what the threads have of them."""
+    """Returns fp32 [consumers, 128, tokens / 2]: the outputs [tokens, columns] as the threads hold them."""
     consumer, thread, i = torch.meshgrid(
         torch.arange(consumers), torch.arange(128), torch.arange(tokens // 2), indexing="ij"
     )
@@ -238,12 +239,12 @@ def sums_of(values: torch.Tensor, gated: bool, consumers: int, tokens: int) -> t
 @pytest.mark.parametrize("rounds", [True, False], ids=["w4a4", "w4a16"])
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogue_rounds_outputs(probes: HostPacked, name: str, rounds: bool, rng: torch.Generator) -> None:
-    """GEMM1's outputs in bf16, rounded to NVFP4 under their expert's number; NaN lies beyond rows and columns."""
+    """GEMM1's bf16 outputs are rounded to NVFP4 under their expert's number; NaN lies beyond rows and columns."""
     gated, tokens, consumers, *_ = EPILOGUES[name]
     row_block, expert, first = 1, 2, 5
     whole = (32 if gated else 64) * consumers
     before = whole * row_block
-    # Whole row tiles, one of 16 columns, and none for the last consumer.
+    # The last row block has whole row tiles, or one of 16 columns, or none for the last consumer.
     for count, missing in ((tokens, 0), (1, 16), (tokens - 1, whole // consumers * (consumers > 1) + 16), (9, 16)):
         columns = before + whole - missing
         sizes = torch.exp2(torch.randint(-20, 9, (tokens, whole // 16), generator=rng).repeat_interleave(16, 1))

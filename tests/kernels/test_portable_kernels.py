@@ -16,8 +16,9 @@ from oxmoe import quantize, reference
 from oxmoe.testing import assert_close, same_bits
 
 LAYOUTS = {"gate_up": 0, "up_gate": 1, "interleaved": 2}
-IDENTITY, SWIGLU, RELU2 = 0, 1, 4
-# As tiles of variants/portable.rs: tokens -> (warps, stages).
+IDENTITY, SWIGLU, RELU2, SITU = 0, 1, 4, 9
+BOUNDS = {"situ_beta": 4.0, "situ_linear_beta": 25.0}  # SITU's bounds, in the place of the kernels' alpha and beta
+# Tiles of variants/portable.rs: tokens -> (warps, stages).
 PLAIN_TILES = {16: (4, 5), 64: (4, 3), 128: (4, 3)}
 MXFP4_TILES = {16: (4, 6), 64: (4, 4), 128: (4, 2)}
 MXFP8_TILES = {64: (4, 3)}
@@ -29,7 +30,7 @@ FP8_TILES = {16: (4, 2), 64: (4, 2)}
 def gemms(
     kernel: str, tiles: dict[int, tuple[int, int]], vector: str = "", before: str = ""
 ) -> dict[str, tuple[str, str]]:
-    """`vector`, `before`: template arguments behind and in front of those that all kernels have."""
+    """Returns kernels by name. `vector`, `before`: template arguments behind and before those that all kernels have."""
     return {
         f"{kernel}_{form}_{tokens}{vector}": (
             f"GroupedGemm{kernel}Portable<{before}{str(form == 'gated').lower()}, {tokens}, 128, {warps}, {stages}"
@@ -89,7 +90,8 @@ def fp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 class Gemm:
-    """One call, and what it gives: tiles of any size up to `tile`, an expert without any, rows of x in random order."""
+    """One call and its expected result: tiles of any size up to `tile`, an expert without tiles, rows of x in random
+    order."""
 
     def __init__(
         self,
@@ -119,13 +121,15 @@ class Gemm:
         self.row_of = (self.slots // self.divisor).long()
         self.gather, self.rows = gather, out * (2 if gated else 1)
         self.stride = out  # columns of a row of the result
+        self.bounds = BOUNDS
 
     def call(self, kernels: HostCtas, name: str, x: Tensor, layout: str, vector: str = "", **operands: Any) -> Tensor:
-        """bf16 [places, stride]; rows behind the last place must stay as they were."""
+        """Runs the kernel. Returns bf16 [places, stride]; rows behind the last place must stay as they were."""
         result = torch.full((self.places + 3, self.stride), 7.0, dtype=torch.bfloat16)
         addresses = {key: value.data_ptr() if isinstance(value, Tensor) else value for key, value in operands.items()}
         kind = addresses.pop("activation")
-        activation = STRUCTS["Activation"](kind, 1.0, 0.0, math.inf, math.inf, math.inf)
+        alpha, beta = self.bounds.values() if kind == SITU else (1.0, 0.0)
+        activation = STRUCTS["Activation"](kind, alpha, beta, math.inf, math.inf, math.inf)
         kernels.run(
             f"{name}_{'gated' if self.gated else 'plain'}_{self.tile}{vector}",
             int(torch.randint(1, 4, (), generator=self.rng)),
@@ -147,7 +151,7 @@ class Gemm:
         return result[: self.places]
 
     def finish(self, sums: Tensor, bias: Tensor | None, weights: Tensor | None, layout: str, kind: int) -> Tensor:
-        """fp32 of the sums [places, rows]."""
+        """Returns fp32 results of the sums [places, rows]."""
         if bias is not None:
             sums = sums + bias[self.expert_of]
         if weights is not None:
@@ -155,6 +159,8 @@ class Gemm:
         if kind == SWIGLU:
             gate, up = reference.split_rows(sums, layout)
             return gate * torch.sigmoid(gate) * up
+        if kind == SITU:
+            return reference.activate(sums, layout=layout, activation="situ", **BOUNDS)
         return sums.relu().square() if kind == RELU2 else sums
 
 
@@ -170,6 +176,7 @@ def close(result: Tensor, expected: Tensor, exact: bool) -> None:
 CASES = [
     (16, True, "gate_up", SWIGLU), (16, False, "gate_up", IDENTITY), (64, True, "up_gate", SWIGLU),
     (64, False, "gate_up", RELU2), (128, True, "gate_up", SWIGLU), (128, False, "gate_up", IDENTITY),
+    (64, True, "interleaved", SITU),
 ]  # fmt: skip
 cases = pytest.mark.parametrize(("tile", "gated", "layout", "kind"), CASES, ids=str)
 
@@ -177,7 +184,7 @@ cases = pytest.mark.parametrize(("tile", "gated", "layout", "kind"), CASES, ids=
 def pack(
     kernels: HostCtas, gemm: Gemm, codes: Tensor, scales: Tensor, layout: str, block_bytes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes and scales of an expert's matrices in their packed form, and factors of 1."""
+    """Returns codes and scales of an expert's matrices in their packed form, and factors of 1."""
     row_tiles, k_blocks = -(-gemm.rows // 64), -(-gemm.k // 64)
     packed = torch.full((gemm.experts, row_tiles, k_blocks, block_bytes), 0xA5, dtype=torch.uint8)
     packed_scales = torch.full((gemm.experts, row_tiles, k_blocks, 128), 0xA5, dtype=torch.uint8)
@@ -194,14 +201,14 @@ def pack(
 def check_dense(
     gemm: Gemm, kernels: HostCtas, name: str, layout: str, kind: int, dense: Tensor, vector: str, **operands: Any
 ) -> None:
-    """Of bf16 tokens and weights that are the numbers [E, rows, K], all whole."""
+    """Checks a call with bf16 tokens and weights that are the numbers [E, rows, K], all whole."""
     x = torch.randint(-8, 9, (gemm.places, gemm.k), generator=gemm.rng).bfloat16()
     bias = torch.randint(-8, 9, (gemm.experts, gemm.rows), generator=gemm.rng).float()
     result = gemm.call(
         kernels, name, x, layout, vector, k=gemm.k, bias=bias, slot_weights=0, activation=kind, **operands
     )
     sums = torch.einsum("pk,prk->pr", x.float()[gemm.row_of], dense[gemm.expert_of])
-    close(result, gemm.finish(sums, bias, None, layout, kind), exact=kind != SWIGLU)
+    close(result, gemm.finish(sums, bias, None, layout, kind), exact=kind not in (SWIGLU, SITU))
 
 
 @pytest.mark.parametrize("size", [(96, 70), (120, 130), (77, 40)], ids=str)
@@ -209,7 +216,7 @@ def check_dense(
 def test_plain(
     tile: int, gated: bool, layout: str, kind: int, size: tuple[int, int], plain: HostCtas, rng: torch.Generator
 ) -> None:
-    """bf16; any rows, and with loads of single elements any K."""
+    """Weights are bf16 with any rows; with loads of single elements K is any size."""
     k, out = size
     vector = "8" if k % 8 == 0 else "1"
     if vector == "1" and tile != 64:
@@ -219,12 +226,43 @@ def test_plain(
     check_dense(gemm, plain, "", layout, kind, weights.float(), vector, weights=weights, block_scales=0)
 
 
+@pytest.mark.parametrize("linear_beta", [25.0, math.inf])
+def test_situ_of_every_size(linear_beta: float, plain: HostCtas, rng: torch.Generator) -> None:
+    """Gates and ups are the smallest to the largest numbers, infinite and NaN, each with each other."""
+    gemm = Gemm(16, 8, 64, True, rng, counts=[16] * 64)
+    gemm.bounds = {"situ_beta": 4.0, "situ_linear_beta": linear_beta}
+    powers = torch.exp2(torch.linspace(-100, 100, 24)) * (torch.rand(24, generator=rng) + 1)
+    near = torch.rand(37, generator=rng) * 40  # where neither tanh is a line or a number
+    numbers = torch.cat([powers, near, torch.tensor([0.0, torch.inf, torch.nan])])
+    signs = torch.randint(2, (2, 64), generator=rng) * 2.0 - 1
+    gate, up = (numbers * signs[0]).bfloat16(), (numbers * signs[1]).bfloat16()
+    # Expert e has gate e in all columns, and column c has up c.
+    weights = torch.zeros((64, 2, 64, 8), dtype=torch.bfloat16)
+    weights[:, 0, :, 0], weights[:, 1, :, 0] = gate[:, None], up[None]
+    x = torch.zeros((gemm.places, 8), dtype=torch.bfloat16)
+    x[:, 0] = 1
+    result = gemm.call(
+        plain, "", x, "gate_up", "8", k=8, bias=0, slot_weights=0, activation=SITU, weights=weights, block_scales=0
+    )
+    sums = torch.cat([gate.double()[:, None].expand(64, 64), up.double()[None].expand(64, 64)], 1)
+    numbers_of = {"situ_beta": 4.0, "situ_linear_beta": None if linear_beta == math.inf else linear_beta}
+    expected = reference.activate(sums, activation="situ", **numbers_of)[gemm.expert_of]
+    nan = expected.isnan()
+    assert torch.equal(result.isnan(), nan) and nan.any()
+    got, expected = result.double()[~nan], expected[~nan]
+    assert torch.equal(got.isinf(), expected.abs() >= 2.0**128 * (1 - 2**-9))
+    finite = ~got.isinf()
+    # The bar is half a unit of bf16, and a sigmoid below the smallest normal number of fp32, which may be zero.
+    error, ups = (got - expected)[finite].abs(), sums[:, 64:][gemm.expert_of][~nan][finite].abs()
+    assert bool((error <= expected[finite].abs() * (2**-8 + 2**-16) + 2.0**-120 * ups.clamp(min=1)).all())
+
+
 @pytest.mark.parametrize("size", [(96, 32), (352, 70), (333, 40)], ids=str)
 @cases
 def test_mxfp4(
     tile: int, gated: bool, layout: str, kind: int, size: tuple[int, int], mxfp4: HostCtas, rng: torch.Generator
 ) -> None:
-    """Weights through the packer; K and rows that end within a block."""
+    """Weights go through the packer; K and rows end within a block."""
     k, out = size
     vector = "8" if k % 8 == 0 else "1"
     if vector == "1" and tile != 64:
@@ -241,14 +279,14 @@ def test_mxfp4(
 
 
 def fp8_operands(gemm: Gemm, codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [E, rows, K] in e4m3, and their scales: powers of two."""
+    """Returns weights [E, rows, K] in e4m3, and their scales, which are powers of two."""
     shape = (gemm.experts, gemm.rows // 128, gemm.k // 128)
     weights = codes[torch.randint(len(codes), (gemm.experts, gemm.rows, gemm.k), generator=gemm.rng)]
     return weights, scales[torch.randint(len(scales), shape, generator=gemm.rng)]
 
 
 def fp8_sums(gemm: Gemm, x: Tensor, x_scales: Tensor, weights: Tensor, scales: Tensor) -> Tensor:
-    """Products of blocks of 128 K, each times the scales of its rows and tokens."""
+    """Returns products of blocks of 128 K, each times the scales of its rows and tokens."""
     tokens = (x.double().unflatten(1, (-1, 128)) * x_scales.double()[..., None])[gemm.row_of]
     rows = scales.double().repeat_interleave(128, 1)
     dense = weights.double().unflatten(2, (-1, 128)) * rows[..., None]
@@ -261,11 +299,11 @@ POWERS = torch.exp2(torch.arange(-3.0, 4.0))
 
 @pytest.mark.parametrize("size", [(128, 128), (384, 256)], ids=str)
 @pytest.mark.parametrize("layout", ["gate_up", "up_gate"])
-@pytest.mark.parametrize("kind", [IDENTITY, SWIGLU, RELU2])
+@pytest.mark.parametrize("kind", [IDENTITY, SWIGLU, RELU2, SITU])
 @pytest.mark.parametrize("tile", FP8_TILES)
 def test_fp8(tile: int, kind: int, layout: str, size: tuple[int, int], fp8: HostCtas, rng: torch.Generator) -> None:
-    """Whole numbers and scales that are powers of two: the sums are exact."""
-    (k, out), gated = size, kind == SWIGLU
+    """Numbers are whole and scales are powers of two, so the sums are exact."""
+    (k, out), gated = size, kind in (SWIGLU, SITU)
     if layout == "up_gate" and not gated:
         pytest.skip("rows without a gate have no order")
     gemm = Gemm(tile, k, out, gated, rng, gather=kind != IDENTITY)
@@ -288,7 +326,7 @@ def test_fp8(tile: int, kind: int, layout: str, size: tuple[int, int], fp8: Host
 def test_fp8_of_cut_blocks(
     tile: int, kind: int, layout: str, size: tuple[int, int], fp8: HostCtas, rng: torch.Generator
 ) -> None:
-    """Rows and K that end inside a block. What is behind K in rows of x is NaN, what is behind a row of out zeros."""
+    """Rows and K end inside a block. Behind K, rows of x hold NaN; behind its columns, a row of out holds zeros."""
     (k, out), gated = size, kind == SWIGLU
     gemm = Gemm(tile, k, out, gated, rng)
     parts, all_k = 2 if gated else 1, -(-k // 128) * 128
@@ -306,7 +344,7 @@ def test_fp8_of_cut_blocks(
         x_scales=x_scales, expert_scales=of_rows, slot_weights=0,
     )  # fmt: skip
     assert not bool(result[:, out:].view(torch.int16).any())
-    # Powers of two and small whole numbers: exact in fp64.
+    # Powers of two and small whole numbers are exact in fp64.
     dense = scales.double().repeat_interleave(128, 2)[:, :, :out].repeat_interleave(128, 3)[..., :k].flatten(1, 2)
     tokens = x[:, :k].double() * x_scales.double().repeat_interleave(128, 1)[:, :k]
     sums = torch.einsum("pk,prk->pr", tokens[gemm.row_of], (weights.double() * dense)[gemm.expert_of])
@@ -317,7 +355,7 @@ def test_fp8_of_cut_blocks(
 @pytest.mark.parametrize("counts", [[1], [0, 7, 1], [16, 2]], ids=str)
 @pytest.mark.parametrize("tile", FP8_TILES)
 def test_fp8_of_every_code(tile: int, counts: list[int], fp8: HostCtas, rng: torch.Generator) -> None:
-    """Each code in weights and tokens, under scales of any size; NaN reaches its row and column."""
+    """Each code is in weights and tokens, under scales of any size; NaN reaches its row and column."""
     gemm = Gemm(tile, 256, 128, False, rng, counts=counts)
     every = torch.arange(256, dtype=torch.uint8)
     numbers = every[every & 0x7F != 0x7F].view(torch.float8_e4m3fn)
@@ -346,7 +384,7 @@ def test_fp8_of_every_code(tile: int, counts: list[int], fp8: HostCtas, rng: tor
 def test_mxfp8(
     layout: str, kind: int, counts: list[int] | None, size: tuple[int, int], mxfp8: HostCtas, rng: torch.Generator
 ) -> None:
-    """Weights through the packer; K and rows that end within a block; a NaN code is its row's."""
+    """Weights go through the packer; K and rows end within a block; a NaN code makes its row NaN."""
     (k, out), gated = size, kind == SWIGLU
     gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
     codes = SMALL_CODES[torch.randint(len(SMALL_CODES), (gemm.experts, gemm.rows, k), generator=rng)]
@@ -368,8 +406,8 @@ def test_mxfp8(
 def test_nvfp4(
     layout: str, kind: int, counts: list[int] | None, size: tuple[int, int], nvfp4: HostCtas, rng: torch.Generator
 ) -> None:
-    """Weights through the packer, gate and up rows with a number each; K and rows that end within a block; a scale that
-    is NaN is its row's."""
+    """Weights go through the packer, with a number each for gate and up rows. K and rows end within a block. A NaN
+    scale makes its row NaN."""
     (k, out), gated = size, kind == SWIGLU
     gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
     codes = torch.randint(0, 256, (gemm.experts, gemm.rows, k // 2), generator=rng, dtype=torch.uint8)
@@ -411,8 +449,8 @@ def test_int4(
     int4: HostCtas,
     rng: torch.Generator,
 ) -> None:
-    """Weights through the packer; K and rows that end within a block; groups of 32 and of a row; a NaN scale is its
-    row's."""
+    """Weights go through the packer. K and rows end within a block. Groups are 32 columns or a row. A NaN scale makes
+    its row NaN."""
     (k, out), gated = size, kind == SWIGLU
     for group, scale_dtype, number in ((32, torch.bfloat16, 2), (k, torch.float32, 0), (32, torch.float16, 1)):
         gemm = Gemm(64, k, out, gated, rng, gather=gated, counts=counts)
@@ -438,7 +476,7 @@ def test_int4(
 
 @pytest.mark.parametrize("columns", [32, 96, 352])
 def test_rounding_to_mxfp8(columns: int, mxfp8: HostCtas, rng: torch.Generator) -> None:
-    """In place, as GEMM1's output is rounded; numbers of every size, zeros and what is not finite."""
+    """Rows are rounded in place, as GEMM1's output is; they have numbers of every size, zeros, NaN and infinity."""
     rows = 21
     sizes = torch.randint(-120, 110, (rows, columns // 32), generator=rng).repeat_interleave(32, 1)
     x = torch.randn((rows, columns), generator=rng) * torch.exp2(torch.randint(-12, 1, (rows, columns), generator=rng))

@@ -1,4 +1,5 @@
-"""The quantisers of a schedule's rows, run on the host thread by thread: bits of the references, and no other row."""
+"""The quantisers of a schedule's rows, run on the host thread by thread: they have the references' bits, and write no
+other row."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
 
 @dataclass
 class Rows:
-    """Rows in tiles of up to `tile`, and others between them, which are infinite."""
+    """Rows in tiles of up to `tile`. The rows between the tiles are infinite."""
 
     x: Tensor
     tiles: Tensor
@@ -49,7 +50,7 @@ class Rows:
         return {"tiles": self.tiles.data_ptr(), "tile_count": self.count.data_ptr()}
 
     def room(self, columns: int, dtype: torch.dtype) -> Tensor:
-        """Poisoned, with a row behind those of x."""
+        """Returns poisoned memory, with a row behind the rows of x."""
         size = (len(self.x) + 1, columns * dtype.itemsize)
         return torch.full(size, POISON, dtype=torch.uint8).view(dtype)
 
@@ -96,7 +97,7 @@ def tile_rows(rows: Rows, out: Tensor, scales: Tensor | None, out_columns: int) 
 
 
 def wide(x: Tensor) -> Tensor:
-    """Rows of all sizes, also such as MXFP8's scales end at."""
+    """Returns rows of all sizes, also those at which MXFP8's scales end."""
     exponents = torch.linspace(-130, 120, len(x))[:, None]
     return (x * torch.exp2(exponents)).clamp(-3e38, 3e38)
 
@@ -106,7 +107,7 @@ def wide(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_round(kernels: HostCtas, grid: int, columns: int, tile: int, in_place: bool, rng: torch.Generator) -> None:
     rows = draw(columns, tile, rng, wide)
-    # Zeros of GPUs have no sign.
+    # Zeros of GPUs have no sign, so the expected ones lose theirs.
     expected, before = reference.mxfp8_rows(rows.x[rows.inside]) + 0.0, rows.x.clone()
     out = rows.x if in_place else rows.room(columns, torch.bfloat16)
     kernels.run("rounded", grid, seed_of(rng), **tile_rows(rows, out, None, columns))
@@ -120,7 +121,7 @@ def test_round(kernels: HostCtas, grid: int, columns: int, tile: int, in_place: 
 @grids
 @pytest.mark.parametrize(("columns", "tile"), [(8, 16), (72, 64), (352, 16), (4104, 16)])
 def test_rows_with_a_scale(kernels: HostCtas, grid: int, columns: int, tile: int, rng: torch.Generator) -> None:
-    """Columns that a thread holds, and more; padding becomes zeros."""
+    """A thread holds the columns, or there are more; padding becomes zeros."""
     rows = draw(columns, tile, rng, lambda x: x * torch.exp2(torch.linspace(-20, 20, len(x)))[:, None])
     padded = -(-columns // 64) * 64
     out, scales = rows.room(padded, torch.uint8), rows.room(1, torch.float32)
@@ -155,7 +156,7 @@ def fp8(rows: Rows, codes: Tensor, scales: Tensor, given: Tensor, scaling: int) 
 @pytest.mark.parametrize(("columns", "tile"), [(128, 16), (384, 64), (1152, 16), (8320, 16)])
 @pytest.mark.parametrize("scaling", [ROWS, PEAK, GIVEN])
 def test_fp8(kernels: HostCtas, grid: int, columns: int, tile: int, scaling: int, rng: torch.Generator) -> None:
-    """A scale of a row, of all rows that tiles name, and one that is given."""
+    """A scale is that of a row, of all rows that tiles name, or a given one."""
     rows = draw(columns, tile, rng)
     codes, scales = rows.room(columns, torch.uint8), rows.room(columns // 128, torch.float32)
     given = torch.zeros(1) if scaling == PEAK else torch.tensor([0.0078125 * 1.25])

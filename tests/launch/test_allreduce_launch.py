@@ -1,6 +1,6 @@
 """allreduce_fusion on CUDA tensors without a GPU: ranks are processes under a stand-in driver.
 
-They share its memory for real; kernels are recorded, not run.
+The processes really share the driver's memory; kernels are recorded, not run.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_launches_of_other_patterns(driver: Path, tmp_path: Path, world: int, dt
 def test_memory_is_empty_and_shared(driver: Path, tmp_path: Path, world: int) -> None:
     calls = [(1, 64, 0, None)]
     for rank, result in enumerate(run(driver, tmp_path, world=world, calls=calls, dtype="bfloat16", most=[8, 64])):
-        # Control words are zero; headers and slots look empty, on every rank, before anybody may send.
+        # Control words are zero; headers and slots look empty, on every rank, before any rank may send.
         for memory in result["memory"]:
             assert memory[:16] == [0] * 16 and memory[16:] == [EMPTY] * 48
         assert result["tail"] == [EMPTY]
@@ -133,10 +133,10 @@ def test_a_fault_that_a_peer_reported(driver: Path, tmp_path: Path, kind: int, e
     calls = [(1, 64, 0, None)]
     results = run(driver, tmp_path, calls=calls, dtype="float16", most=[8, 64], fault=fault)
     for result in results:
-        # A kernel tells the host; without one it is found when the workspace waits for its GPU.
+        # A kernel reports the fault to the host. Without a kernel, the workspace finds it when it waits for its GPU.
         assert result["unknown"] is None and result["known"].startswith(expected)
         assert result["next"].startswith("RuntimeError: workspace: failed before (r")
-        # Nobody waits for peers any more, and everything is released.
+        # No rank waits for peers any more, and everything is released.
         assert result["raised"] == [None, None] and result["unmapped"] == 2
 
 

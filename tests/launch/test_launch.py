@@ -72,7 +72,7 @@ def settings_of(capability: int) -> dict[str, int]:
 
 @pytest.fixture
 def run(driver: Path, tmp_path: Path) -> Run:
-    """run(capability, call, {arguments}, driver settings) -> result."""
+    """Returns a function run(capability, call, {arguments}, driver settings) -> result."""
 
     def run(capability: int, call: str, arguments: dict[str, Any], **settings: Any) -> Any:
         return execute(driver, tmp_path, call, arguments, **settings_of(capability) | settings)
@@ -84,7 +84,7 @@ def run(driver: Path, tmp_path: Path) -> Run:
 def recorded(
     request: pytest.FixtureRequest, driver: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, list[dict[str, Any]]]:
-    """(capability, every layer at every token count with logits, int32 and int64 ids)."""
+    """Returns (capability, every layer at every token count with logits, int32 and int64 ids)."""
     settings, folder = settings_of(request.param), tmp_path_factory.mktemp("records")
     arguments = {"layers": LAYERS, "arch": f"sm_{request.param}"}
     return request.param, execute(driver, folder, "sequences", arguments, **settings)
@@ -108,7 +108,7 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
             assert routing in (["route_e0"], ["histogram", "place_given"])
             behind = [launch for launch in plan if launch[0].startswith(("grouped", "layer", "combine"))]
             if plan[0][0].startswith("routed"):
-                # Given ids have no form with the routing inside.
+                # With given ids no launch contains the routing.
                 assert made[1][0].startswith(("grouped", "layer"))
             else:
                 assert behind and made[len(routing) :] == behind
@@ -151,7 +151,7 @@ def test_clusters_and_memory_are_asked_for(recorded: tuple[int, list[dict[str, A
             assert attributes[launch["kernel"], DYNAMIC_SHARED] >= launch["shared"]
         if launch["cluster"][0] > 8:
             assert attributes[launch["kernel"], NON_PORTABLE_CLUSTER] == 1
-        # What streams rows gets as much L1 as there is.
+        # Kernels that stream rows get as much L1 as possible.
         kernel = launch["kernel"]
         streams = kernel == "quantize_fp8" or kernel.startswith(("combine", "round_rows_mxfp8"))
         assert attributes.get((kernel, CARVEOUT)) == (0 if streams else None)
@@ -159,15 +159,16 @@ def test_clusters_and_memory_are_asked_for(recorded: tuple[int, list[dict[str, A
 
 
 def workspace_of(text: str, base: int) -> dict[str, int]:
-    """Addresses of the ranges that `explain` prints."""
+    """Returns the addresses of the ranges that `explain` prints."""
     return {name: base + int(offset) for offset, name in re.findall(r"^ +(\d+) \+ \d+ +(\w+)$", text, re.MULTILINE)}
 
 
 def split(
     made: list[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[tuple[list[Any], Any, int | None]], Any, Any]:
-    """Routing's launches; tensor maps, parameters and rows of a unit of both GEMMs; combine's and the fused layer's
-    parameters, None where the layer is not fused; with the routing inside there are no launches of its own."""
+    """Returns routing's launches; tensor maps, parameters and rows of a unit of both GEMMs; combine's and the fused
+    layer's parameters, None if the layer is not fused. If the layer contains the routing, there are no routing
+    launches."""
     for i, launch in enumerate(made):
         if launch["kernel"].startswith("grouped"):
             gemms = []
@@ -243,7 +244,7 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
         counters = parameters_of(routing[-1])[-1].counter_count if routing else None
         (_, first, unit_rows), (_, second, _) = up, down
         if fused is None and unit_rows:
-            # GEMM2 begins as GEMM1's CTAs end; routing zeroes what it waits for.
+            # GEMM2 begins as GEMM1's CTAs end; routing zeroes the counters that it waits for.
             assert counters == 3 + layer["experts"]
             assert (first.done, second.awaited) == (ranges["counters"] + 8,) * 2
             assert second.awaited_ctas == made[len(routing)]["grid"][0]
@@ -299,12 +300,12 @@ def joined(lists: list[list[int]]) -> list[int]:
 
 
 def is_paired(record: dict[str, Any]) -> bool:
-    """Whether a map is for pairs of row tiles: strips of 32 rows, one tile of the pair a box."""
+    """Whether a map is for pairs of row tiles: strips of 32 rows, with one tile of the pair in a box."""
     return bool(record["box"][2] == 1)
 
 
 def rows_of_boxes(record: dict[str, Any], rows: int, k: int, expert: int) -> list[list[int]]:
-    """The row numbers that each box along the slices of one expert brings, in their order in shared memory."""
+    """Returns the row numbers that each box along the slices of one expert brings, in their order in shared memory."""
     columns, inner, second, third, last = record["sizes"]
     assert columns == k and all(stride % (2 * k) == 0 for stride in record["strides"])
     row, *steps = (stride // (2 * k) for stride in record["strides"])
@@ -348,7 +349,7 @@ def test_tensor_maps_pair_gate_and_up_rows(run: Run, layout: str, dtype: str) ->
     assert up and down and len(up) + len(down) == len(maps)
     for record in maps:
         assert record["type"] == {"float16": 6, "bfloat16": 9}[dtype] and record["swizzle"] == 3
-    # A 16-row slice: 8 rows of one half, then their partners in the other. [up; gate] is read like [gate; up].
+    # A 16-row slice has 8 rows of one half, then their partners in the other. [up; gate] is read like [gate; up].
     partner = (lambda row: row + 1) if layout == "interleaved" else (lambda row: row + half)
     for record in up:
         for expert in range(experts):
@@ -493,7 +494,7 @@ def test_failed_tensor_map_prints_its_numbers(run: Run) -> None:
 
 
 def test_without_a_driver(tmp_path: Path) -> None:
-    """Empty files in the driver's place: also a machine that has one finds none."""
+    """Empty files stand in the driver's place, so that a machine with a driver finds none, too."""
     folder = tmp_path / "none"
     folder.mkdir()
     for name in ("libcuda.so", "libcuda.so.1"):

@@ -1,4 +1,4 @@
-"""What dense MXFP8 asks of the driver: quantisation, and the GEMM's launches and parameters (see test_launch.py)."""
+"""The driver calls of dense MXFP8: quantisation, and the GEMM's launches and parameters (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def up(size: int, multiple: int) -> int:
 @pytest.mark.parametrize("layout", TILE_ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_quantisation(layout: str, dtype: str, driver: Path, tmp_path: Path) -> None:
-    """A thread for eight numbers, also where there is but padding."""
+    """A thread has eight numbers, also if they are only padding."""
     arguments = {"shape": [3, 43, 160], "dtype": dtype, "layout": layout, "alignment": 64}
     result = execute(driver, tmp_path, "dense_quantize", arguments)
     there, back = launches(result["records"])
@@ -46,7 +46,7 @@ def test_quantisation(layout: str, dtype: str, driver: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("block", [16, 32])
 @pytest.mark.parametrize("layout", TILE_ROWS)
 def test_nvfp4(block: int, layout: str, driver: Path, tmp_path: Path) -> None:
-    """A thread for a block, also where there is but padding."""
+    """A thread has a block, also if it is only padding."""
     arguments = {"shape": [2, 43, 160], "dtype": "bfloat16", "block": block, "layout": layout}
     tile = TILE_ROWS[layout]
     rows, blocks = (up(43, tile), up(160 // block, 4)) if tile else (43, 160 // block)
@@ -65,7 +65,7 @@ def few(m: int, n: int, k: int) -> dict[str, Any]:
     return {"m": m, "n": n, "k": k, "a_scales": [m, k // 32], "b_scales": [k // 32, n]}
 
 
-# Rows of a pass, its stages, passes, and a pass' share of a CTA's rows, for 132 multiprocessors.
+# Rows of a pass, its stages, passes, and a pass's share of a CTA's rows, for 132 multiprocessors.
 PASSES = {
     (7168, 16384): {8: (32, 4, 1, 28), 16: (64, 3, 1, 56), 32: (64, 2, 1, 56)},
     (18432, 7168): {8: (32, 4, 3, 24), 16: (32, 3, 3, 24), 32: (64, 3, 3, 48)},
@@ -77,7 +77,8 @@ PASSES = {
 
 @pytest.mark.parametrize("m", [1, 8, 9, 17, 32])
 def test_few_tokens(m: int, driver: Path, tmp_path: Path) -> None:
-    """One launch: every row of b in one pass of one CTA, K shared by its warps, room for rings, sums and K's scales."""
+    """A call is one launch. Every row of b is in one pass of one CTA, whose warps share K. There is room for rings,
+    sums and K's scales."""
     tokens = 8 if m <= 8 else 16 if m <= 16 else 32
     for (n, k), by_tokens in PASSES.items():
         rows, stages, passes, pass_rows = by_tokens[tokens]
@@ -99,7 +100,7 @@ def test_few_tokens(m: int, driver: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("m", [1, 9, 32])
 def test_scales_that_have_no_room(m: int, driver: Path, tmp_path: Path) -> None:
-    """From so long a K on, few tokens take the kernels for many, at all numbers of tokens the same."""
+    """From this K on, few tokens take the kernels for many tokens, whatever their number is."""
     (last,) = launches(execute(driver, tmp_path, "dense_mm", few(m, 4096, 83968))["records"])
     assert last["kernel"].startswith("mm_mxfp8_few_sm90_t")
     _, launch = launches(execute(driver, tmp_path, "dense_mm", few(m, 4096, 84000))["records"])
@@ -110,7 +111,7 @@ def test_scales_that_have_no_room(m: int, driver: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("m", [33, 65, 256, 4096])
 def test_many_tokens(m: int, driver: Path, tmp_path: Path) -> None:
-    """bf16 rows of a into memory of their own, then the GEMM; scales in tiles."""
+    """Rows of a become bf16 in memory of their own, then the GEMM runs; scales lie in tiles."""
     for n, k in ((7168, 16384), (2112, 7200)):
         blocks = up(k // 32, 4)
         arguments = {"m": m, "n": n, "k": k, "a_scales": [up(m, 8) * blocks], "b_scales": [up(n, 128) * blocks]}
@@ -126,7 +127,7 @@ def test_many_tokens(m: int, driver: Path, tmp_path: Path) -> None:
         if p.splits > 1:
             assert (grid, p.shared_tiles, p.arrivals) == (tiles * p.splits, 0, 0)
         else:
-            # What is not shared is whole waves.
+            # Tiles that are not shared are whole waves.
             assert grid <= 132 and (tiles - p.shared_tiles) % grid == 0 if p.shared_tiles else grid == min(tiles, 132)
             assert p.arrivals == (grid * consumers if p.shared_tiles else 0)
         token_bytes = up(m, p.tile_tokens) * up(k, 128) * 2

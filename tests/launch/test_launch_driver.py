@@ -1,4 +1,4 @@
-"""What is done with a driver that is too old, and on a part of a GPU (see test_launch.py for the stand-in driver)."""
+"""Calls with a driver that is too old, and on a part of a GPU (see test_launch.py for the stand-in driver)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOO_OLD = (
 
 
 def test_a_driver_that_is_too_old_is_an_error_at_the_first_use(driver: Path, tmp_path: Path) -> None:
-    """Also of a build without kernels: device_info goes on and says it."""
+    """A build without kernels has this error, too; device_info goes on and reports it."""
     result = execute(driver, tmp_path, "refused", {"layer": SMALL, "tokens": 7}, version=12080)
     assert result["load"] == TOO_OLD and result["topk"] == TOO_OLD
     assert result["explain"] is None and result["device_info"] is None
@@ -46,7 +46,7 @@ def test_the_driver_is_asked_once(driver: Path, tmp_path: Path, kernels_for_hopp
 
 
 def test_no_gpu_that_may_be_used(driver: Path, tmp_path: Path) -> None:
-    """As with an empty CUDA_VISIBLE_DEVICES: cuInit says CUDA_ERROR_NO_DEVICE."""
+    """cuInit returns CUDA_ERROR_NO_DEVICE, as with an empty CUDA_VISIBLE_DEVICES."""
     info = execute(driver, tmp_path, "oxmoe_device_info", {}, fail="cuInit:1:100")
     assert info["driver"] and info["driver_cuda"] == "13.0" and info["gpus"] == []
 
@@ -63,7 +63,7 @@ def one_launch(records: list[dict[str, Any]]) -> bool:
 
 
 def bf16(driver: Path, tmp_path: Path, layer: dict[str, int], **settings: Any) -> list[list[dict[str, Any]]]:
-    """Records of three calls with a token, from logits or (LARGE) with ids."""
+    """Returns records of three calls with a token, from logits or (LARGE) with ids."""
     routing = "int32" if layer is LARGE else "logits"
     arguments = {"layer": layer, "tokens": 1, "count": 3, "routing": routing}
     return execute(driver, tmp_path, "calls", arguments, **settings)[1:]
@@ -105,13 +105,14 @@ def test_where_a_launch_is_too_large_there_are_several(
     tmp_path: Path,
     kernels_for_hopper: None,
 ) -> None:
-    """As under an MPS limit. The first call learns it from the driver, those after it do not ask again."""
+    """The driver refuses the launch, as under an MPS limit. The first call learns it from the driver; later calls do
+    not ask again."""
     before = call(driver, tmp_path, layer)
     assert all(kernels(records)[-1].startswith(whole) and one_launch(records) for records in before)
     first, *after = call(driver, tmp_path, layer, too_large=1)
     (refused,) = named(first, "too large")
     assert refused["kernel"].startswith(whole)
-    # What was launched before the refusal is the routing at most: it writes to the workspace alone, and is done anew.
+    # Before the refusal at most the routing was launched. It writes to the workspace alone, and runs again.
     place = first.index(refused)
     assert [name.split("_")[0] for name in kernels(first[:place])] == ["route"] * (whole == "layer_sm90")
     assert are_apart(first[place:], apart), kernels(first)
@@ -129,7 +130,7 @@ def test_a_stream_of_a_green_context_is_asked_for_its_part(
     tmp_path: Path,
     kernels_for_hopper: None,
 ) -> None:
-    """No launch that is too large is tried: in a capture the driver's refusal would end it."""
+    """No launch that is too large is tried: in a capture the driver's refusal would end the capture."""
     for records in call(driver, tmp_path, layer, green=16):
         assert are_apart(records, apart)
     for records in call(driver, tmp_path, layer, green=132):
@@ -146,7 +147,7 @@ def test_a_part_that_is_large_enough_keeps_the_one_launch(
 
 
 def test_the_routing_of_the_second_plan_is_its_own(driver: Path, tmp_path: Path, kernels_for_hopper: None) -> None:
-    """A schedule of tiles for the layer in one launch is not that of its GEMMs."""
+    """The schedule of tiles for the layer in one launch differs from that of its GEMMs."""
     first, second, _ = bf16(driver, tmp_path, LARGE, too_large=1)
     routings = [parameters_of(launch)[0] for launch in launches(first) if launch["kernel"].startswith("route")]
     (alone,) = [parameters_of(launch)[0] for launch in launches(second) if launch["kernel"].startswith("route")]
@@ -156,7 +157,7 @@ def test_the_routing_of_the_second_plan_is_its_own(driver: Path, tmp_path: Path,
 
 
 def test_two_gemms_in_one_launch_need_no_whole_gpu(driver: Path, tmp_path: Path, kernels_for_hopper: None) -> None:
-    """Their CTAs take units from a counter and wait for CTAs that run: the launch is not cooperative."""
+    """CTAs of the two GEMMs take units from a counter and wait for CTAs that run, so the launch is not cooperative."""
     arguments = {"experts": 32, "hidden": 2048, "intermediate": 768}
     rows = arguments | {"format": "mxfp4", "rooms": [[128, 1]]}
     plain, limited = (

@@ -1,4 +1,4 @@
-"""What e4m3, MXFP8 and NVFP4 experts ask of the driver where Hopper's kernels do not run (see test_launch.py)."""
+"""The driver calls of e4m3, MXFP8 and NVFP4 experts on the kernels for any GPU (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = [1, 7, 64, 300, 2000]
 
 @pytest.fixture(params=[80, 90, 100, 120], ids=lambda capability: f"sm_{capability}")
 def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of the driver, which is Hopper's with OXMOE_PORTABLE=1."""
+    """Returns settings of the driver; Hopper's have OXMOE_PORTABLE=1."""
     monkeypatch.setenv("OXMOE_PORTABLE", "1")
     return settings_of(request.param)
 
@@ -29,7 +29,7 @@ layers = pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["h
 
 
 def stages_of(call: dict[str, Any], gpu: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int], int]:
-    """A call's launches, which are those that `explain` prints, its ranges, and the place of GEMM1."""
+    """Returns a call's launches, which are those that `explain` prints, its ranges, and the place of GEMM1."""
     made = launches(call["records"])
     found = re.findall(r"^ +(\d+) \+ \d+ +(\w+)$", call["explain"], re.MULTILINE)
     ranges = {name: call["workspace"] + int(offset) for offset, name in found}
@@ -79,7 +79,7 @@ def test_fp8_block(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp
 @pytest.mark.parametrize("mode", ["tensor", "token", "static"])
 @layers
 def test_fp8_tensor(layer: dict[str, Any], mode: str, gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """The same GEMMs, and in front of each whatever finds the scales of activations."""
+    """The GEMMs are those of block scales. In front of each are the launches that find the scales of activations."""
     arguments = {**layer, "top_k": 4, "tokens": TOKENS, "mode": mode}
     result = execute(driver, tmp_path, "fp8_tensor_calls", arguments, **gpu)
     quantisers = {"tensor": ["quantize_fp8_peak", "quantize_fp8"], "token": ["quantize_fp8_rows"]}
@@ -106,7 +106,8 @@ def test_fp8_tensor(layer: dict[str, Any], mode: str, gpu: dict[str, Any], drive
 
 
 def test_fp8_of_cut_blocks(gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """Weights and numbers of their rows as they are; rows between the GEMMs and scales of blocks are whole blocks."""
+    """Weights and the numbers of their rows stay as they are. Rows between the GEMMs and scales of blocks are whole
+    blocks."""
     layer = {"experts": 128, "hidden": 4096, "intermediate": 704}
     asks = {"top_k": 4, "tokens": TOKENS, "mode": "token", "of_rows": True, "bias": True}
     result = execute(driver, tmp_path, "fp8_tensor_calls", {**layer, **asks}, **gpu)
@@ -139,7 +140,7 @@ def test_quantised_tokens(form: str, gpu: dict[str, Any], driver: Path, tmp_path
 
 
 def stages_of_tokens(call: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, int], int]:
-    """As `stages_of`, of a call whose plan is not that of bf16 tokens."""
+    """Returns what `stages_of` does, for a call whose plan is not that of bf16 tokens."""
     made = launches(call["records"])
     found = re.findall(r"^ +(\d+) \+ \d+ +(\w+)$", call["explain"], re.MULTILINE)
     ranges = {name: call["workspace"] + int(offset) for offset, name in found}
@@ -203,7 +204,7 @@ def test_mxfp8_rows_in_expert_order(layer: dict[str, Any], gpu: dict[str, Any], 
 
 @layers
 def test_mxfp8(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """x is rounded in front of GEMM1, its output in place behind it; one tile serves every schedule."""
+    """x is rounded before GEMM1, and GEMM1's output in place after it; one tile serves every schedule."""
     arguments = {**layer, "top_k": 4, "tokens": TOKENS, "in_place": True}
     result = execute(driver, tmp_path, "mxfp8_calls", arguments, **gpu)
     assert {launch["kernel"] for launch in launches(result["load"])} == {"mxfp8_peak", "mxfp8_pack"}
@@ -226,7 +227,7 @@ def test_mxfp8(layer: dict[str, Any], gpu: dict[str, Any], driver: Path, tmp_pat
 @pytest.mark.parametrize("mode", ["a16", "one", "each", "codes"])
 @pytest.mark.parametrize("size", [(2048, 768), (208, 80)], ids=str)
 def test_nvfp4(mode: str, size: tuple[int, int], gpu: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """x, where it is rounded or comes as codes, in front of GEMM1, its output in place behind it."""
+    """x is rounded before GEMM1, unless it comes as codes; GEMM1's output is rounded in place after it."""
     hidden, intermediate = size
     arguments = {"experts": 16, "hidden": hidden, "intermediate": intermediate, "top_k": 4, "mode": mode}
     result = execute(driver, tmp_path, "nvfp4_calls", {**arguments, "tokens": TOKENS}, **gpu)

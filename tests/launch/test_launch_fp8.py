@@ -1,4 +1,4 @@
-"""What fp8 experts ask of the driver: launches, parameters and tensor maps (see test_launch.py)."""
+"""The driver calls of fp8 experts: launches, parameters and tensor maps (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             assert one["cooperative"]
             up_map, down_map, p = parameters_of(one)
             up, down = p.layer.up, p.layer.down
-            # Both are bf16: the launch quantises what it reads, and counts pairs of e4m3.
+            # Both rows are bf16: the launch quantises what it reads, and counts pairs of e4m3.
             assert (up.x, up.out, down.x, down.out) == (call["x"], ranges["hidden"], ranges["hidden"], ranges["rows"])
             assert (up.k, down.k) == (hidden // 2, intermediate // 2)
             for gemm, tensor_map, name in ((up, up_map, "w13"), (down, down_map, "w2")):
@@ -58,16 +58,16 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         *stages, combine = made[first:]
         own = made[first - 1]["kernel"] == "schedule"
         assert first - own in (1, 2) and combine["kernel"] == "combine_bf16"
-        # GEMM2 has tiles of its own where its columns and an expert's slots are many.
+        # GEMM2 has tiles of its own if its columns and an expert's slots are many.
         assert own == (intermediate >= 640 and 4 * tokens > 96 * experts)
         inside = len(stages) == 3
         quantize, up, *between, down = stages
         kernels |= {up["kernel"], down["kernel"]}
-        # Where tiles are wide and experts have several, these are full ones and a rest.
+        # If tiles are wide and experts have several, they have full tiles and a rest.
         routes = [p for launch in made for p in parameters_of(launch) if hasattr(p, "block_histogram")]
         wide = "wide" in up["kernel"]
         assert {p.tile_step for p in routes} == {64 if wide and 4 * tokens > 192 * experts else 16}
-        # In tiles of few tokens GEMM1 quantises where its groups of columns are as many as multiprocessors.
+        # In tiles of few tokens GEMM1 quantises if it has as many groups of columns as the GPU has multiprocessors.
         groups = min(4 * tokens, experts) * intermediate // 128
         assert inside == (wide or ("_c2_" in up["kernel"] and groups >= MULTIPROCESSORS))
         quantising.add((wide, inside))
@@ -97,12 +97,12 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
             assert (of_hidden.x, of_hidden.codes) == (ranges["hidden"], ranges["hidden_codes"])
             assert of_hidden.scales == ranges["hidden_scales"] and not of_hidden.x_is_older
             assert (of_hidden.rows, of_hidden.columns) == (4 * tokens, intermediate)
-            # The number of placed slots: the end of the last expert's range.
+            # The row count is the number of placed slots: the end of the last expert's range.
             assert of_hidden.row_count == ranges["offsets"] + 4 * experts
             assert (p.out, p.out_scales) == (ranges["hidden"], 0)
         else:
             assert (p.out, p.out_scales) == (ranges["hidden_codes"], ranges["hidden_scales"])
-        # Then GEMM2 begins as GEMM1's CTAs end, and routing zeroes what it waits for.
+        # GEMM2 then begins as GEMM1's CTAs end, and routing zeroes the counters that it waits for.
         done, ctas = (ranges["counters"] + 8, asked(up)[1]) if inside else (0, 0)
         assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
         assert q.awaited_units == (intermediate // 128 if inside else 0)
@@ -124,7 +124,8 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [896, 897, 5000])
 def test_rows_in_order(tokens: int, driver: Path, tmp_path: Path) -> None:
-    """From more than 448 slots an expert on each slot gets its row of x, where GEMM2 writes once GEMM1 has read it."""
+    """From more than 448 slots an expert on, each slot gets its row of x. GEMM2 writes there after GEMM1 has read
+    it."""
     layer = {"experts": 4, "hidden": 512, "intermediate": 1024}
     result = execute(driver, tmp_path, "fp8_calls", {**layer, "top_k": 2, "tokens": [tokens]})
     (call,) = result["calls"]
@@ -171,7 +172,7 @@ def test_operands_that_begin_too_late(driver: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("layer", "groups"), [(LAYERS[0], 1), (LAYERS[1], 8)], ids=["bias", "groups"])
 def test_bias_and_groups_in_one_launch(layer: dict[str, Any], groups: int, driver: Path, tmp_path: Path) -> None:
-    """The layer's one launch takes them; for more tokens routing is a launch of its own."""
+    """The layer's one launch takes bias and groups; for more tokens routing is a launch of its own."""
     arguments = {**layer, "top_k": 8, "tokens": [1, 4, 5, 300], "groups": groups}
     most = 8 if layer["hidden"] <= 4096 else 4
     for call in execute(driver, tmp_path, "fp8_calls", arguments)["calls"]:
@@ -186,7 +187,7 @@ def test_bias_and_groups_in_one_launch(layer: dict[str, Any], groups: int, drive
 
 
 def test_scales_of_rows(driver: Path, tmp_path: Path) -> None:
-    """Every GEMM gets those of its weights, beside a table for all blocks."""
+    """Every GEMM gets the scales of its weights' rows, beside a table for all blocks."""
     arguments = {**LAYERS[0], "top_k": 4, "tokens": [1, 7, 64, 300, 2000], "mode": "token", "of_rows": True}
     result = execute(driver, tmp_path, "fp8_tensor_calls", arguments)
     kernels = set()
@@ -203,7 +204,7 @@ def test_scales_of_rows(driver: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", SCALING)
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
 def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -> None:
-    """The kernels of block scales, and in front of them whatever finds the scales of activations."""
+    """The kernels are those of block scales. In front of them are the launches that find the scales of activations."""
     arguments = {**layer, "top_k": 4, "tokens": [1, 7, 64, 300, 2000, 20000], "mode": mode}
     result = execute(driver, tmp_path, "fp8_tensor_calls", arguments)
     experts, hidden, intermediate = layer["experts"], layer["hidden"], layer["intermediate"]
@@ -226,7 +227,7 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
         of_x, of_hidden = expected(tokens, hidden), expected(4 * tokens, intermediate)
         up, down = first + len(of_x), first + len(of_x) + 1 + len(of_hidden)
         assert names[first:up] == of_x and names[up + 1 : down] == of_hidden and len(made) == down + 2
-        # Routing's last kernel zeroes what the peaks are found in.
+        # Routing's last kernel zeroes the peaks.
         own = names[first - 1] == "schedule"
         (*_, route) = parameters_of(made[first - 1 - own])
         assert (route.counters, route.counter_count) == (ranges["counters"], 4 if mode == "tensor" else 2)
@@ -245,7 +246,7 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
                 assert of.x_is_older == (name == "x" and mode != "tensor")
                 static = addresses.get("a13_scale" if name == "x" else "a2_scale")
                 assert of.given == (static if mode == "static" else ranges["counters"] + 4 * (2 + stage))
-                # A thread of a row has at most four vectors, as far as a CTA's threads go.
+                # A thread of a row has at most four vectors, if the CTA has enough threads.
                 assert of.row_threads in (256, *(1 << i for i in range(2, 8)))
                 assert of.row_threads == 256 or columns <= 8 * 4 * of.row_threads < 2 * columns
                 if mode == "token":
@@ -258,7 +259,7 @@ def test_one_scale_for_a_matrix(layer: dict[str, Any], mode: str, driver: Path, 
         assert (p.schedule_is_older, q.schedule_is_older) == (True, True)
 
 
-# GLM-4.5-Air's between 2 ranks, a part that is less than a block, and one without gates (Nemotron-3).
+# GLM-4.5-Air's layer between 2 ranks, a part that is less than a block, and one without gates (Nemotron-3).
 CUT_LAYERS = [
     {"experts": 128, "hidden": 4096, "intermediate": 704, "gated": True},
     {"experts": 16, "hidden": 2048, "intermediate": 96, "gated": True},
@@ -267,7 +268,7 @@ CUT_LAYERS = [
 
 
 def end_of(record: dict[str, Any]) -> int:
-    """Where a tensor map's last byte lies behind its first."""
+    """Returns the distance of a tensor map's last byte from its first."""
     last = [(size - 1) * stride for size, stride in zip(record["sizes"][1:], record["strides"], strict=True)]
     return sum(last) + 2 * record["sizes"][0]
 
@@ -295,7 +296,7 @@ def test_rows_that_end_inside_a_block(layer: dict[str, Any], mode: str, driver: 
         kernels |= {up["kernel"], down["kernel"]}
         (up_map, p), (down_map, *_, q) = parameters_of(up), parameters_of(down)
         q = getattr(q, "gemm", q)
-        # Pairs of elements.
+        # These parameters count pairs of elements.
         assert (p.rows, p.out_columns, p.k) == (parts * whole, whole, hidden // 2)
         assert (q.rows, q.out_columns, q.k) == (hidden, hidden, whole // 2)
         assert (p.expert_scales, p.bias) == (addresses["w13_scale"], addresses["b13"])
@@ -327,7 +328,7 @@ def test_rows_that_end_inside_a_block(layer: dict[str, Any], mode: str, driver: 
 @pytest.mark.parametrize("tokens", [5, 2000])
 @pytest.mark.parametrize("form", ["rows", "columns", "packed", "token", "one"])
 def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) -> None:
-    """GEMM1 reads codes and rows of scales as they are; other scales are brought into order in front of it."""
+    """GEMM1 reads codes and rows of scales as they are; other scales are put in order before it."""
     call = execute(driver, tmp_path, "fp8_tokens", {"tokens": tokens, "form": form})
     made, ranges = launches(call["records"]), ranges_of(call)
     names = [launch["kernel"] for launch in made]
@@ -351,7 +352,7 @@ def test_quantised_tokens(form: str, tokens: int, driver: Path, tmp_path: Path) 
     [("bfloat16", 128, 32), ("float16", 128, 32), ("float32", 128, 8), ("bfloat16", 32, 8)],
 )
 def test_quantised_rows(dtype: str, group: int, numbers: int, driver: Path, tmp_path: Path) -> None:
-    """per_token_group_quant_fp8: a thread takes 32 numbers of 16 bits in groups of 128, else 8."""
+    """In per_token_group_quant_fp8 a thread takes 32 16-bit numbers in groups of 128, otherwise 8."""
     arguments = {"shape": [3, 43, 384], "dtype": dtype, "group": group}
     result = execute(driver, tmp_path, "fp8_quantized", arguments)
     (launch,) = launches(result["records"])

@@ -1,4 +1,4 @@
-"""What int4 experts ask of the driver: packing, launches and parameters (see test_launch.py)."""
+"""The driver calls of int4 experts: packing, launches and parameters (see test_launch.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows in expert order ask of the driver: launches and parameters, masked and contiguous (see test_launch.py)."""
+"""The driver calls of rows in expert order: launches and parameters, masked and contiguous (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYERS = [
     {"experts": 32, "hidden": 2048, "intermediate": 768},
     {"experts": 5, "hidden": 384, "intermediate": 640},
 ]
-# (rows there is room for, rows that are expected) of an expert.
+# (rows that an expert has room for, rows that it is expected to have).
 ROOMS = [(1, 1), (128, 1), (128, 40), (128, 128), (2048, 16), (2048, 2048)]
 FP8_TENSOR = ["fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"]
 FORMATS = ["bf16", "f16", "mxfp4", "mxfp4-a8", "mxfp8", "fp8_block", *FP8_TENSOR]
@@ -29,7 +29,7 @@ KERNELS = {
     "mxfp8": "grouped_gemm_mxfp8_sm90",
     **dict.fromkeys(["fp8_block", *FP8_TENSOR], "grouped_gemm_fp8_"),
 }
-# What makes rows of e4m3, and Fp8Scaling.
+# Format -> (launches that make e4m3 rows, Fp8Scaling).
 FP8_QUANTISERS: dict[str, tuple[list[str], int]] = {
     "fp8_block": (["quantize_fp8_tiles"], 0),
     "fp8_tensor": (["quantize_fp8_tile_peak", "quantize_fp8_tiles"], 2),
@@ -88,7 +88,7 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
             any(name in launch["kernel"] for name in (f"t{tile}", "wide", "stationary", "ordered"))
             for launch in (up, down)
         ), (tile, up["kernel"], down["kernel"])
-        # Two e4m3 take the place of a bf16 number.
+        # Two e4m3 numbers take the place of a bf16 number.
         pairs = 2 if format in FP8_QUANTISERS or format == "mxfp4-a8" else 1
         assert (p.rows, q.rows) == (2 * intermediate, hidden)
         assert (p.k, q.k) == (hidden // pairs, intermediate // pairs)
@@ -113,7 +113,7 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         packed = format.startswith("mxfp")
         weights = result["packed"] if packed else [[result["addresses"][name]] for name in ("w13", "w2")]
         assert [p.weights, q.weights] == [codes for codes, *_ in weights]
-        # What is written lies in the workspace, apart from one another.
+        # Ranges that are written lie in the workspace, apart from one another.
         hidden_bytes = experts * m * intermediate * (1 if p.out_scales else 2)
         counters = (s.counters, 4 * s.counter_count)
         ranges = sorted([(s.tiles, 16), (s.tile_count, 4), counters, (p.out, hidden_bytes), *more])
@@ -121,7 +121,7 @@ def test_calls(format: str, layer: dict[str, int], quantised: bool, driver: Path
         assert all(a + n <= b for (a, n), (b, _) in itertools.pairwise(ranges))
         tiles[call["masked"], m, call["expected"]] = tile
         assert all(1 <= launch["grid"][0] <= 4 * MULTIPROCESSORS for launch in (up, down))
-    # The tile follows what is expected; both layouts have the same one.
+    # The tile follows the expected number of rows; both layouts have the same one.
     for (m, expected), tile in {key[1:]: tile for key, tile in tiles.items()}.items():
         assert tiles[True, m, expected] == tiles[False, m, expected] == tile
     assert tiles[True, 128, 1] == tiles[True, 1, 1] < tiles[True, 128, 128]
@@ -152,7 +152,7 @@ def test_rows_that_end_inside_a_block(format: str, driver: Path, tmp_path: Path)
 def check_one_launch(
     call: dict[str, Any], made: list[dict[str, Any]], layer: dict[str, int], packed: list[list[int]]
 ) -> None:
-    """Both GEMMs find the tiles of masked rows themselves, and count in what is the workspace's."""
+    """Checks that both GEMMs find the tiles of masked rows themselves, and count in the workspace's counters."""
     (both,) = made
     (pair,), (base, size), m = parameters_of(both), call["workspace"], call["m"]
     assert f"_t{pair.tile_tokens}_" in both["kernel"] and both["kernel"].startswith("grouped_gemm_mxfp4_sm90_gated")
@@ -177,7 +177,7 @@ def check_fp8(
     quantised: bool,
     given: tuple[Any, dict[str, int], dict[str, int]],
 ) -> None:
-    """Rows of tiles are quantised, x unless it came as codes, GEMM1's output unless GEMM1 does it."""
+    """Checks that rows of tiles are quantised: x unless it came as codes, GEMM1's output unless GEMM1 does it."""
     (p, q), (schedule, layer, weights) = gemms, given
     names, addresses = [launch["kernel"] for launch in between], call["addresses"]
     (up,) = [name for name in names if name.startswith("grouped_gemm")]
@@ -203,7 +203,7 @@ def check_fp8(
             if format == "fp8_tensor-static":
                 assert rows.given == weights[("a13_scale", "a2_scale")[number]]
             else:
-                # Zeroed by the schedule, a word for each.
+                # The schedule zeroes a word for each.
                 assert rows.given == schedule.counters + 4 * (2 + number) and schedule.counter_count == max(4, counters)
 
     if quantised:
@@ -211,7 +211,7 @@ def check_fp8(
     else:
         check(between[:place], (addresses["x"], p.x, p.x_scales), layer["hidden"], 0)
         assert p.schedule_is_older
-    # GEMM2 begins as GEMM1's CTAs end, where no launch is between them.
+    # GEMM2 begins as GEMM1's CTAs end, if no launch is between them.
     done, ctas = (schedule.counters + 8, between[place]["grid"][0]) if inside else (0, 0)
     assert (p.done, p.awaited, q.done, q.awaited, q.awaited_ctas) == (done, 0, 0, done, ctas)
     assert q.awaited_units == (layer["intermediate"] // 128 if inside else 0)
@@ -229,7 +229,7 @@ def check_order(
     quantised: bool,
     given: tuple[dict[str, int], int],
 ) -> None:
-    """Rows come through tensor maps of all there is room for, scales in the order that their makers have."""
+    """Checks that rows come through tensor maps of the whole room, and scales in the order that their makers use."""
     (layer, rows), by_map = given, {record["map"]: record for record in maps}
     table = (layer["hidden"] // 128, 1)
     for gemm, columns, scales in zip(gemms, ("hidden", "intermediate"), (quantised and table, None), strict=True):
@@ -244,7 +244,7 @@ def check_order(
 
 
 def check_tiles(rows: Any, schedule: Any, columns: int) -> Any:
-    """A launch's rows, which are those of the schedule's tiles."""
+    """Checks a launch's rows, which are those of the schedule's tiles, and returns them."""
     assert (rows.rows.tiles, rows.rows.tile_count) == (schedule.tiles, schedule.tile_count)
     assert (rows.rows.columns, rows.tile_rows) == (columns, schedule.tile_tokens)
     return rows.rows
@@ -253,7 +253,7 @@ def check_tiles(rows: Any, schedule: Any, columns: int) -> Any:
 def check_rounded(
     call: dict[str, Any], between: list[Any], gemms: tuple[Any, Any], given: tuple[Any, dict[str, int]]
 ) -> None:
-    """Rounded rows of x lie where GEMM2 writes; GEMM1 rounds its output itself."""
+    """Checks that rounded rows of x lie where GEMM2 writes, and that GEMM1 rounds its output itself."""
     (p, q), (schedule, layer) = gemms, given
     of_x, _ = between
     assert of_x["kernel"] == "round_tiles_mxfp8"
@@ -265,7 +265,7 @@ def check_rounded(
 def check_rows(
     call: dict[str, Any], between: list[Any], gemms: tuple[Any, Any], given: tuple[Any, dict[str, int]], room: int
 ) -> list[tuple[int, int]]:
-    """Codes of x, then of GEMM1's output, lie in one range, with a scale a row. Returns their ranges."""
+    """Checks that codes of x, then of GEMM1's output, lie in one range, with a scale a row. Returns their ranges."""
     (p, q), (schedule, layer) = gemms, given
     of_x, _, of_hidden = between
     assert of_x["kernel"] == of_hidden["kernel"] == "quantize_tiles_e4m3"
@@ -278,7 +278,7 @@ def check_rows(
 
 
 def test_no_rows(driver: Path, tmp_path: Path) -> None:
-    """m = 0 asks nothing of the driver."""
+    """With m = 0 the call asks nothing of the driver."""
     for format in FORMATS:
         arguments = {**LAYERS[1], "format": format, "rooms": [(0, None)]}
         result = execute(driver, tmp_path, "expert_order_calls", arguments)

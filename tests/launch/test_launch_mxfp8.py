@@ -1,4 +1,4 @@
-"""What MXFP8 experts ask of the driver: packing, launches and parameters (see test_launch.py)."""
+"""The driver calls of MXFP8 experts: packing, launches and parameters (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_calls(layer: dict[str, int], driver: Path, tmp_path: Path) -> None:
         (r,), (pair,) = (parameters_of(launch) for launch in (of_x, both))
         p, q = pair.up, pair.down
         assert (pair.tiles, pair.row_counts) == (ranges["tiles"], 0)
-        # GEMM2 writes while GEMM1 may still read.
+        # Rounded x has room of its own: GEMM2 writes while GEMM1 may still read.
         assert (r.x, r.out, r.rows, r.columns, r.tiles) == (call["x"], ranges["x_rounded"], count, hidden, 0)
         assert r.x_is_older, "x is rounded while it is routed"
         assert (p.x, p.out, q.x, q.out) == (ranges["x_rounded"], ranges["hidden"], ranges["hidden"], ranges["rows"])

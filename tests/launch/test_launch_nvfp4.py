@@ -1,4 +1,4 @@
-"""What NVFP4 experts ask of the driver: packing, launches and parameters (see test_launch.py)."""
+"""The driver calls of NVFP4 experts: packing, launches and parameters (see test_launch.py)."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
         assert (r.x, r.scales, r.columns) == (call["x"], call["scale"], layer["hidden"])
         assert p.x == r.out and r.tile_rows >= 16 and p.slot_of_place == ranges["slot_of_place"]
         assert r.x_is_older == (r.tiles == 0)
-        # A row is rounded for each of its slots only where experts have numbers of their own; then it lies where GEMM2
-        # writes it later, else it has room of its own.
+        # A row is rounded for each of its slots only if experts have numbers of their own. It then lies where GEMM2
+        # writes it later; otherwise it has room of its own.
         if mode == "each":
             assert (r.tiles, r.slot_of_place, r.row_divisor) == (p.tiles, p.slot_of_place, 4)
             assert (r.by_place, p.row_divisor, r.out) == (True, 0, ranges["rows"])
@@ -99,7 +99,7 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
         made, addresses, (base, size) = launches(call["records"]), call["addresses"], call["workspace"]
         names = [re.sub(r"_(gated|plain)_.*", "", launch["kernel"]) for launch in made]
         gemm = "grouped_gemm_nvfp4_sm90"
-        # The launch of both GEMMs finds the tiles of masked rows itself; what rounds x needs a schedule.
+        # The launch of both GEMMs finds the tiles of masked rows itself; the launch that rounds x needs a schedule.
         alone = call["masked"] and not rounded
         assert names == ["schedule", *["round_rows_nvfp4"] * rounded, gemm][alone:] and call["returned"]
         parameters = [parameters_of(launch)[0] for launch in made]
@@ -120,7 +120,7 @@ def test_rows_in_expert_order(rounded: bool, driver: Path, tmp_path: Path) -> No
             assert up.x == addresses["x"] and not up.schedule_is_older and up.out_global_scales == 0
             continue
         r = parameters[1]
-        # GEMM2 writes where x was rounded to, each row once GEMM1 has read it.
+        # GEMM2 writes where rounded x lies, each row after GEMM1 has read it.
         assert (r.x, r.out, up.x) == (addresses["x"], addresses["out"], addresses["out"]) and up.schedule_is_older
         assert (r.tiles, r.tile_count, r.tile_rows) == (up.tiles, up.tile_count, schedule.tile_tokens)
         assert (r.scales, r.slot_of_place, r.row_divisor, r.by_place) == (0, 0, 1, False)

@@ -1,4 +1,4 @@
-"""What MXFP4 weights and experts ask of the driver: launches that convert, pack and multiply, parameters, copies (see
+"""The driver calls of MXFP4 weights and experts: launches that convert, pack and multiply, parameters, copies (see
 test_launch.py)."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_experts(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
     assert len(peaks) == len(packs) == 2 and not made(result["records"], "mxfp4_scale_bytes")
     order = [launch["kernel"] for launch in launches(result["records"])]
     assert order == ["mxfp4_peak", "mxfp4_pack"] * 2 and not named(result["records"], "cuMemcpyDtoDAsync")
-    # name, rows, used rows, columns, k, gated
+    # Each matrix: name, rows, used rows, columns, k, gated.
     matrices = (("w13", rows, rows, columns, hidden, gated), ("w2", columns, hidden, intermediate, intermediate, False))
     for peak, pack, matrix, packed in zip(peaks, packs, matrices, result["packed"], strict=True):
         name, rows_held, used, held, k, pairs = matrix
@@ -72,7 +72,7 @@ def test_experts(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
 
 
 def test_experts_in_place(driver: Path, tmp_path: Path) -> None:
-    """Parts of up to 32 MiB of codes: w13 of three experts at a time, the last part smaller; all of w2 at once."""
+    """Parts have up to 32 MiB of codes: w13 of three experts at a time, the last part smaller; all of w2 at once."""
     layer = {"experts": 8, "hidden": 2880, "intermediate": 2880, "in_place": True}
     result = execute(driver, tmp_path, "packed_experts", layer)
     given = result["addresses"]
@@ -128,7 +128,7 @@ def test_functions(driver: Path, tmp_path: Path) -> None:
 def test_layouts(driver: Path, tmp_path: Path) -> None:
     rows, columns, matrices = 704, 2944, 6
     results = execute(driver, tmp_path, "layouts", {"rows": rows, "columns": columns, "num_warps": 4})
-    # (rows, bytes of a row) of codes and scales in the layout, rows of the scales' bands, the layout's number
+    # A form: (rows, bytes of a row) of codes and scales in the layout, rows of the scales' bands, the layout's number.
     hopper = ((768, 1472), (up(rows, 128), 92), 128, 0)
     forms = [hopper] * 2 + [((rows, 1472), (rows, 92), rows, 1)] * 2 + [((rows, 1472), (rows, 92), 64, 2)] * 2
     shapes = [
@@ -194,8 +194,8 @@ BIAS_DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
 def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """On Hopper: its kernels where hidden_size is a multiple of 8, one for a token or two, else the portable one; all
-    on the packed weights."""
+    """Hopper has its own kernels if hidden_size is a multiple of 8, among them one for a token or two. Otherwise the
+    portable kernel runs. All kernels read the packed weights."""
     result = execute(driver, tmp_path, "packed_calls", {**layer, "tokens": [1, 2, 8, 64, 300, 2000]})
     hidden, intermediate = layer["hidden"], layer["intermediate"]
     up_rows, down_rows = intermediate * (2 if layer.get("gated", True) else 1), layer.get("columns", hidden)
@@ -247,7 +247,8 @@ E4M3_LAYERS = [
 
 @pytest.mark.parametrize("layer", E4M3_LAYERS, ids=lambda layer: str(layer["hidden"]))
 def test_calls_with_e4m3_activations(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    """Quantisation, GEMM1, quantisation, GEMM2: each reads what the one before wrote, inside the workspace."""
+    """Quantisation, GEMM1, quantisation, GEMM2 run in this order. Each reads what the one before wrote, inside the
+    workspace."""
     arguments = {**layer, "activation_dtype": "float8_e4m3fn", "tokens": [1, 8, 64, 300, 2000]}
     result = execute(driver, tmp_path, "packed_calls", arguments)
     hidden, intermediate, top_k = layer["hidden"], layer["intermediate"], layer["top_k"]
@@ -276,7 +277,7 @@ def test_calls_with_e4m3_activations(layer: dict[str, Any], driver: Path, tmp_pa
                 (quantize.scales, 4 * quantize.rows),
             ):
                 assert address % 256 == 0 and start <= address and address + size <= start + room
-        # What is written while something is read lies elsewhere.
+        # Ranges that are written while something is read lie elsewhere.
         ranges = [(of_h.out, of_h.rows * of_h.out_columns), (q.out, of_h.rows * hidden * 2)]
         ranges += [(of_h.scales, of_h.rows * 4), (p.out, of_h.rows * intermediate * 2), (of_x.out, tokens)]
         (h, h_size), (y, y_size), (s, s_size), (g, g_size), (x, _) = ranges

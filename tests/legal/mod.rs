@@ -1,4 +1,4 @@
-//! What every launch of a plan keeps to, for the tests of plans.
+//! Rules that every launch of a plan keeps to, for the tests of plans.
 
 use _oxmoe::device::{Arch, Device};
 use _oxmoe::kernel::Launch;
@@ -6,7 +6,7 @@ use _oxmoe::moe::plan::Workspace;
 use _oxmoe::variants;
 use _oxmoe::workspace::{Range, ALIGNMENT};
 
-/// The device can run it. `say` tells whose launch it is.
+/// Checks that the device can run a launch. `say` tells whose launch it is.
 pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
     assert!(l.variant.runs_on(device.arch.image()), "{}", say());
     assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid.is_multiple_of(l.cluster), "{}", say());
@@ -26,7 +26,7 @@ pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
 }
 
 /// Every range of a workspace.
-#[allow(dead_code)] // of the tests that this is a module of, not all need it
+#[allow(dead_code)] // not all tests that have this module need it
 pub fn ranges(w: &Workspace) -> [Range; 21] {
     [
         w.ids,
@@ -53,8 +53,8 @@ pub fn ranges(w: &Workspace) -> [Range; 21] {
     ]
 }
 
-/// Ranges are aligned, overlap nothing, and end before the workspace does.
-#[allow(dead_code)] // as above
+/// Checks that ranges are aligned, overlap nothing, and end before the workspace does.
+#[allow(dead_code)] // not all tests that have this module need it
 pub fn assert_workspace(w: &Workspace, say: &dyn Fn() -> String) {
     let mut ranges = ranges(w);
     ranges.sort_unstable_by_key(|range| (range.offset, range.bytes));

@@ -24,7 +24,7 @@ RUN = (
 
 
 class ActivationType(enum.IntEnum):
-    """flashinfer 0.7.2's numbers of those that are served, and of one that is not."""
+    """flashinfer 0.7.2's numbers of the activations that are served, and of one that is not."""
 
     Swiglu = 3
     Geglu = 4
@@ -42,7 +42,7 @@ def run(
 
 
 def expected(layer: Nvfp4, x: Tensor, routing: tuple[Tensor, Tensor]) -> Tensor:
-    """The weighted sum of a reference's rows."""
+    """Returns the weighted sum of a reference's rows."""
     weights, ids = routing
     rows = [layer.expected(x, ids[:, j]).float() * weights[:, j, None] for j in range(ids.shape[1])]
     return torch.stack(rows).sum(0).to(x.dtype)
@@ -65,7 +65,7 @@ def test_run(activation: Any, dtype: str, a4: bool, rng: torch.Generator) -> Non
         for one in draws(x):
             out = run(moe, layer, one, routing)
             assert out.shape == x.shape and out.dtype == x.dtype
-            # x that is rounded by the layer itself.
+            # The layer rounds x itself.
             assert same_bits(out, oxmoe.moe(one, layer.weights(dtype=dtype), *routing))
             results.append(out)
             wanted.append(expected(layer, one, routing))
@@ -87,15 +87,26 @@ def test_swiglu_of_gpt_oss(rng: torch.Generator) -> None:
     assert same_bits(run(moe, layer, x, routing), oxmoe.moe(x, layer.weights(), *routing))
 
 
+@pytest.mark.parametrize("numbers", [{"situ_beta": 4.0}, {"situ_beta": 1.5, "situ_linear_beta": 0.75}], ids=str)
+def test_situ(numbers: dict[str, float], rng: torch.Generator) -> None:
+    """flashinfer selects SiTU by situ_beta, with the activation Swiglu."""
+    shape = SHAPE.with_options(activation="situ", **numbers)
+    layer, x = drawn(shape, rng), make_x(20, SHAPE, torch.bfloat16, "cpu", rng)
+    routing = make_routing("uniform", 20, shape.experts, shape.top_k, rng)
+    moe = wrapper(shape, **numbers)
+    assert same_bits(run(moe, layer, x, routing), oxmoe.moe(x, layer.weights(), *routing))
+    assert not same_bits(run(wrapper(SHAPE), layer, x, routing), run(moe, layer, x, routing))
+
+
 def test_codes_are_not_rounded_again(rng: torch.Generator) -> None:
-    """Blocks whose largest code is not 6: a second rounding would give them other scales."""
+    """The blocks' largest code is not 6, so a second rounding would give them other scales."""
     layer, tokens = drawn(SHAPE, rng), 12
     routing = make_routing("uniform", tokens, SHAPE.experts, SHAPE.top_k, rng)
     codes = torch.randint(0, 256, (tokens, SHAPE.hidden // 2), generator=rng, dtype=torch.uint8) & 0xBB
     scales = (8 * torch.rand((tokens, SHAPE.hidden // 16), generator=rng) + 1).to(E4M3)
     x = oxmoe.reference.nvfp4_numbers(codes, scales).to(torch.bfloat16)
     out = run(wrapper(SHAPE), layer, x, routing, x=codes, x_sf=scales)
-    # The same layer on these numbers: not rounded by GEMM1, so compare through moe_masked, which takes codes too.
+    # GEMM1 does not round these numbers, so the comparison goes through moe_masked, which takes codes too.
     weights, ids = routing
     rows = torch.empty((tokens, SHAPE.top_k, SHAPE.hidden), dtype=torch.bfloat16)
     experts, counts = layer.weights(), torch.full((SHAPE.experts,), tokens, dtype=torch.int32)
@@ -119,7 +130,7 @@ def test_codes_are_not_rounded_again(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("a4", [True, False], ids=["w4a4", "w4a16"])
 @pytest.mark.parametrize("local", [(0, 4), (4, 4), (2, 2), (3, 3), (1, 7), (5, 3)])
 def test_local_experts(local: tuple[int, int], a4: bool, rng: torch.Generator) -> None:
-    """Experts from any offset on: the part of the sum that is theirs."""
+    """The rank's experts begin at any offset, and the output is their part of the sum."""
     layer, (offset, count) = drawn(SHAPE, rng, a4), local
     x, part = make_x(17, SHAPE, torch.bfloat16, "cpu", rng), slice(offset, offset + count)
     weights, ids = make_routing("uniform", 17, SHAPE.experts, SHAPE.top_k, rng)
@@ -133,7 +144,7 @@ def test_local_experts(local: tuple[int, int], a4: bool, rng: torch.Generator) -
 
 @pytest.mark.parametrize("a4", [True, False], ids=["w4a4", "w4a16"])
 def test_buffers(a4: bool, rng: torch.Generator) -> None:
-    """use_cuda_graph: one output and one workspace for up to max_num_tokens; more tokens are an error."""
+    """With use_cuda_graph there is one output and one workspace for up to max_num_tokens; more tokens are an error."""
     layer = drawn(SHAPE, rng, a4)
     moe, free = wrapper(SHAPE, a4, use_cuda_graph=True, max_num_tokens=24), wrapper(SHAPE, a4, max_num_tokens=24)
     unbound = wrapper(SHAPE, a4, use_cuda_graph=True, max_num_tokens=None)
@@ -156,7 +167,7 @@ def test_buffers(a4: bool, rng: torch.Generator) -> None:
 
 
 def test_made_in_inference_mode(rng: torch.Generator) -> None:
-    """SGLang makes it in a dummy run: buffers are written by calls outside all the same."""
+    """SGLang makes the object in a dummy run; calls outside of inference mode write to its buffers all the same."""
     layer, x = drawn(SHAPE, rng), make_x(5, SHAPE, torch.bfloat16, "cpu", rng)
     routing, tensors = make_routing("uniform", 5, SHAPE.experts, SHAPE.top_k, rng), operands(layer)
     with torch.inference_mode():
@@ -169,7 +180,8 @@ def test_made_in_inference_mode(rng: torch.Generator) -> None:
 
 
 def test_experts_are_kept(rng: torch.Generator) -> None:
-    """Described once; again when a tensor is written to or another one comes, and then the old ones are let go."""
+    """Experts are described once, and again when a tensor is written to or another one comes. The old ones are then let
+    go."""
     layer, x = drawn(SHAPE, rng), make_x(6, SHAPE, torch.bfloat16, "cpu", rng)
     routing = make_routing("uniform", 6, SHAPE.experts, SHAPE.top_k, rng)
     moe, tensors = wrapper(SHAPE), operands(layer)
@@ -188,7 +200,7 @@ def test_experts_are_kept(rng: torch.Generator) -> None:
 
 
 def test_flashinfers_signatures() -> None:
-    """Every parameter of 0.6.11's and 0.7.2's, in their order."""
+    """The class has every parameter of 0.6.11 and 0.7.2, in their order."""
     made = list(inspect.signature(oxmoe.CuteDslMoEWrapper).parameters)
     assert (
         made
@@ -208,7 +220,9 @@ def test_flashinfers_signatures() -> None:
 def test_what_is_refused(rng: torch.Generator) -> None:
     made: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (NotImplementedError, "sf_vec_size 32", {"sf_vec_size": 32}),
-        (NotImplementedError, "situ_beta, situ_linear_beta", {"situ_beta": 4.0, "situ_linear_beta": 1.0}),
+        (ValueError, "situ_linear_beta: needs situ_beta", {"situ_linear_beta": 1.0}),
+        (ValueError, "situ_beta: expected ActivationType.Swiglu", {"situ_beta": 4.0, "activation_type": 6}),
+        (ValueError, "not with situ_beta", {"situ_beta": 4.0, "swiglu_limit": 7.0}),
         (NotImplementedError, "quant_mode 'w4a8'", {"quant_mode": "w4a8"}),
         (ValueError, "quant_mode: expected", {"quant_mode": "w8a8"}),
         (NotImplementedError, "activation_type: no arithmetic for 'Geglu'", {"activation_type": ActivationType.Geglu}),

@@ -38,7 +38,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 def layer(format: str, device: str, rng: torch.Generator) -> tuple[oxmoe.ExpertWeights, dict[str, Any]]:
-    """ExpertWeights, and the arguments of flashinfer's call that say the same."""
+    """Returns ExpertWeights, and the arguments of flashinfer's call that describe the same experts."""
     made: Any
     flags = {FLAGS[format]: True} if format in FLAGS else {}
     if format in PLAIN:
@@ -49,7 +49,7 @@ def layer(format: str, device: str, rng: torch.Generator) -> tuple[oxmoe.ExpertW
         weights, scales = made.weights(), [made.w13_scale, made.w2_scale]
     elif format == "fp8_tensor":
         made = make_fp8_tensor(SHAPE, device, rng, mode="static")
-        # Powers of two, whose products and quotients are exact.
+        # Scales are powers of two, whose products and quotients are exact.
         made.a13_scale, made.a2_scale = torch.tensor(2.0**-7, device=device), torch.tensor([2.0**-8], device=device)
         weights = made.weights()
         a13, a2 = made.a13_scale, made.a2_scale
@@ -75,7 +75,7 @@ def arguments(made: Any, scales: list[Tensor] | None) -> dict[str, Any]:
 
 
 def nvfp4_layer(device: str, rng: torch.Generator) -> tuple[oxmoe.ExpertWeights, dict[str, Any]]:
-    """W4A4, each activation scale one number, gate and up under one dequantisation scale."""
+    """Makes W4A4 experts: each activation scale is one number; gate and up have one dequantisation scale."""
     made: Any = make_nvfp4(SHAPE, rng, a4=True)
     w13_global, (of_x, of_hidden) = made.w13_global[:, 0].contiguous(), (110.0, 90.0)
     (w13, w2, w13_scale, w2_scale, b13, b2, g13, g2) = on(
@@ -114,7 +114,7 @@ def test_layer(format: str, device: str, rng: torch.Generator) -> None:
     assert bool(expected.isfinite().all()) and bool(expected.any())
     out = torch.full_like(x, torch.nan)
     assert fused(x, gates, ids, **given, output=out) is out and same_bits(out, expected)
-    # Again (from the cache, where there is one), prepared, in a workspace of the size that is asked for.
+    # The call is repeated (from the cache, if there is one), then prepared, then in a workspace of the documented size.
     assert same_bits(fused(x, gates, ids.long(), **given), expected)
     prepared = oxmoe.prepare_cutlass_fused_moe(**given)
     nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": None}
@@ -133,7 +133,7 @@ def test_layer(format: str, device: str, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_ranks(format: str, device: str, rng: torch.Generator) -> None:
-    """Global ids of two ranks' experts; the bias of fc2 counts on tp_rank 0 alone."""
+    """ids are global ids of two ranks' experts; the bias of fc2 counts on tp_rank 0 alone."""
     weights, given = layer(format, device, rng)
     x, gates, ids = operands(format, device, rng)
     ids = ids + SHAPE.experts * (torch.arange(13, device=device) % 2)[:, None].to(ids.dtype)
@@ -157,6 +157,7 @@ ACTIVATIONS = {
     "SwigluStep": {"activation": "silu", "clamp": "after", "limit": 7.0},
     "Geglu": {"activation": "gelu"},
     "GegluTanh": {"activation": "gelu_tanh"},
+    "Situ": {"activation": "situ", "situ_beta": 4.0, "situ_linear_beta": 25.0},  # flashinfer's numbers
     "Silu": {"activation": "silu", "gated": False},
     "Gelu": {"activation": "gelu", "gated": False},
     "Relu2": {"activation": "relu2", "gated": False},
@@ -168,7 +169,7 @@ def test_activations(name: str, device: str, rng: torch.Generator) -> None:
     options: dict[str, Any] = ACTIVATIONS[name]
     shape = SHAPE if options.get("gated", True) else SHAPE.with_options(gated=False)
     made, x = make_layer(shape, torch.bfloat16, device, rng), make_x(40, SHAPE, torch.bfloat16, device, rng)
-    # Sums that SwigluStep's limit cuts.
+    # The sums are so large that SwigluStep's limit cuts them.
     x = 12 * x if name == "SwigluStep" else x
     gates, ids = on(device, *make_routing("uniform", 40, SHAPE.experts, SHAPE.top_k, rng))
     layout = {"layout": "up_gate"} if options.get("gated", True) else {}
@@ -178,6 +179,46 @@ def test_activations(name: str, device: str, rng: torch.Generator) -> None:
     assert_close_ulp(result, expected)
     if name == "SwigluStep":
         assert relative_norm(fused(x, gates, ids, **given, activation_type=3), expected) > 0.1
+
+
+def test_numbers_of_situ(device: str, rng: torch.Generator) -> None:
+    """16-bit experts are described at each call, and NVFP4 experts are prepared once. 10 is the activation's number in
+    0.7.2."""
+    own = {
+        name: (torch.rand(SHAPE.experts, generator=rng) + 0.2).to(device) for name in ("situ_beta", "situ_linear_beta")
+    }
+    made, (x, gates, ids) = make_layer(SHAPE, torch.bfloat16, device, rng), operands("bf16", device, rng)
+    for kind in (10, SimpleNamespace(name="Situ")):
+        for numbers in (own, {"situ_beta": own["situ_beta"]}):
+            result = fused(x, gates, ids, **arguments(made, None), **numbers, activation_type=kind)
+            options: dict[str, Any] = {"situ_linear_beta": 25.0, **numbers}
+            expected = reference.moe(
+                x,
+                made.w13,
+                made.w2,
+                gates,
+                ids,
+                b13=made.b13,
+                b2=made.b2,
+                layout="up_gate",
+                activation="situ",
+                **options,
+            )
+            assert_close_ulp(result, expected)
+    with pytest.raises(ValueError, match='situ_beta: only for activation "situ", got it with "silu"'):
+        fused(x, gates, ids, **arguments(made, None), situ_beta=own["situ_beta"])
+    with pytest.raises(ValueError, match="alpha, beta, limit: only for activation"):
+        fused(x, gates, ids, **arguments(made, None), swiglu_alpha=own["situ_beta"], activation_type=10)
+    _, given = layer("nvfp4", device, rng)
+    x, gates, ids = operands("nvfp4", device, rng)
+    prepared = oxmoe.prepare_cutlass_fused_moe(**given, **own, activation_type=10)
+    assert prepared.activation == "situ" and prepared.situ_beta is own["situ_beta"]
+    nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": given["quant_scales"]}
+    of_call = {name: value for name, value in given.items() if name not in nothing}
+    assert same_bits(
+        fused(x, gates, ids, **given, **own, activation_type=10),
+        fused(x, gates, ids, **nothing, weights=prepared, **{k: v for k, v in of_call.items() if k.startswith("use_")}),
+    )
 
 
 def test_numbers_of_experts(device: str, rng: torch.Generator) -> None:
@@ -193,7 +234,7 @@ def test_numbers_of_experts(device: str, rng: torch.Generator) -> None:
 
 
 def test_e4m3_input_of_one_scale(device: str, rng: torch.Generator) -> None:
-    """fp8 input, as flashinfer's own test has it."""
+    """The input is fp8, as in flashinfer's own test."""
     weights, given = layer("fp8_tensor", device, rng)
     x, gates, ids = operands("fp8_tensor", device, rng)
     scale = given["quant_scales"][3]
@@ -226,7 +267,6 @@ def test_refusals(rng: torch.Generator) -> None:
         "use_wfp4afp8_humming": True,
         "enable_alltoall": True,
         "cluster_size": 2,
-        "situ_beta": torch.ones(6),
         "clamped_relu2_limit": torch.ones(1),
         "backend": "cake",
     }.items():
@@ -237,9 +277,9 @@ def test_refusals(rng: torch.Generator) -> None:
             fused(**call, **{flag: True})
     with pytest.raises(ValueError, match="quant_scales: expected none, got 1 tensors"):
         fused(**call | {"quant_scales": [torch.ones(1)]})
-    for name in ("Situ", "Relu", "Identity"):
-        with pytest.raises(NotImplementedError, match=f"activation_type: no kernel for '{name}'"):
-            fused(**call, activation_type=SimpleNamespace(name=name))
+    for name in ("Relu", "Identity", 7):
+        with pytest.raises(NotImplementedError, match=f"activation_type: no kernel for {name!r}"):
+            fused(**call, activation_type=name if isinstance(name, int) else SimpleNamespace(name=name))
     with pytest.raises(NotImplementedError, match="no kernel for input of bfloat16 with input_sf and bf16 weights"):
         fused(**call, input_sf=torch.ones(13, 16))
     with pytest.raises(NotImplementedError, match="fc1_expert_weights of uint8 with no quant_scales"):
@@ -282,7 +322,7 @@ def test_workspaces_that_cannot_be_used(rng: torch.Generator) -> None:
 
 
 def test_misaligned_input(device: str, rng: torch.Generator) -> None:
-    """flashinfer's error on a GPU; the CPU reads every address."""
+    """On a GPU this is flashinfer's error; the CPU reads every address."""
     weights, given = layer("bf16", device, rng)
     x, gates, ids = operands("bf16", device, rng)
     moved = torch.empty(x.numel() + 8, dtype=x.dtype, device=device)[1 : 1 + x.numel()].view_as(x).copy_(x)

@@ -14,7 +14,7 @@ from oxmoe.testing import relative_norm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multi_gpu]
 
-# Two roundings of the output's format, as a norm relative to fp64's; e4m3's is 2^-4 of a number.
+# The bar is two roundings of the output's format, as a norm relative to fp64's; e4m3 rounds by 2^-4 of a number.
 APART = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 CODES_APART = 3e-2
 
@@ -27,7 +27,7 @@ def exact(case: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def compare(case: dict[str, Any]) -> list[str]:
-    """What is wrong with a case."""
+    """Returns what is wrong with a case."""
     wrong = []
     for name, expected in exact(case).items():
         ours, theirs = (case[who][name].double() for who in ("ours", "theirs"))

@@ -43,7 +43,7 @@ def test_mono_moe(tokens: int, scoring: str, device: str, rng: torch.Generator) 
         hopper.mono_moe(x, logits, made.w13, None, made.w2, made.w2_scale, 3)
 
 
-ACTIVATIONS = {"Swiglu": "silu", "GegluTanh": "gelu_tanh", "Relu2": "relu2"}
+ACTIVATIONS = {"Swiglu": "silu", "GegluTanh": "gelu_tanh", "Relu2": "relu2", "Situ": "situ"}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -63,7 +63,10 @@ def test_cute_dsl(name: str, place: tuple[str, torch.dtype], rng: torch.Generato
     w1 = interleave_w13_halves(made.w13, 32) if gated else made.w13
     assert not gated or not same_bits(w1, made.w13)
     given: dict[str, Any] = {f"swiglu_{name}": value for name, value in numbers.items()}
-    given |= {"activation_type": SimpleNamespace(name=name), "num_local_experts": 6}
+    if name == "Situ":  # flashinfer selects it by its numbers, with the activation Swiglu
+        given = {"situ_beta": 1.5, "situ_linear_beta": 0.75}
+        weights = getattr(oxmoe.ExpertWeights, constructor)(made.w13, made.w2, **options, **given)
+    given |= {"activation_type": SimpleNamespace(name=name.replace("Situ", "Swiglu")), "num_local_experts": 6}
     hopper.cache.clear()
     for rank in range(2):
         expected = oxmoe.moe(x, weights, gates, ids, ep_size=2, ep_rank=rank)
@@ -73,7 +76,7 @@ def test_cute_dsl(name: str, place: tuple[str, torch.dtype], rng: torch.Generato
         assert result is out and bool(expected.any()) and same_bits(out, expected)
     assert len(hopper.cache) == int(gated)
     if gated:
-        # A write to the weights is seen.
+        # The next call notices a write to the weights.
         w1[:, :1] += 1
         assert not same_bits(hopper.cute_dsl_fused_moe_bf16(*operands, local_expert_offset=6, **given), expected)
 
@@ -84,7 +87,9 @@ def test_cute_dsl_refuses(rng: torch.Generator) -> None:
     gates, ids = make_routing("uniform", 3, 6, 2, rng)
     operands: tuple[Any, ...] = (x, ids.int(), gates, made.w13, made.w2)
     for error, words, arguments, options in (
-        (NotImplementedError, "no kernel for situ_beta", (6, 2), {"situ_beta": 1.0}),
+        (ValueError, "situ_linear_beta: needs situ_beta", (6, 2), {"situ_linear_beta": 1.0}),
+        (ValueError, "not with situ_beta", (6, 2), {"situ_beta": 1.0, "swiglu_alpha": 1.5}),
+        (NotImplementedError, "activation_type: no kernel for 'Situ'", (6, 2), {"activation_type": 10}),
         (NotImplementedError, "activation_type: no kernel for 'Gelu'", (6, 2), {"activation_type": "Gelu"}),
         (NotImplementedError, "local_expert_offset: no kernel for experts from 1 on", (12, 2, 6, 1), {}),
         (ValueError, 'w1_weight: dimension 0 "experts": expected 12, got 6', (12, 2), {}),

@@ -1,4 +1,5 @@
-"""docs/flashinfer.md has a row for every public name of flashinfer 0.7.2, and names of ours that exist."""
+"""docs/flashinfer.md has a row for every public name of flashinfer 0.7.2, and the names of oxmoe that it gives
+exist."""
 
 from __future__ import annotations
 
@@ -43,11 +44,11 @@ def test_every_name_has_a_row(module: str) -> None:
 
 
 def test_our_calls_have_a_row() -> None:
-    """Every public name that oxmoe took over from flashinfer, or that prepares its weights."""
+    """The page names every public call that oxmoe took over from flashinfer, or that prepares its weights."""
     modules = ("oxmoe.peers.flashinfer_", "oxmoe.allreduce.", "oxmoe.dense")
     ours = {name for name in oxmoe.__all__ if getattr(getattr(oxmoe, name), "__module__", "").startswith(modules)}
     assert {"cutlass_fused_moe", "allreduce_fusion", "mm_mxfp8", "TRTLLMAllReduceFusionWorkspace"} <= ours
-    # SGLang's calls, which docs/api.md has.
+    # These are SGLang's calls, which docs/api.md has.
     ours -= {"fused_experts_flashinfer_mxfp4", "mxfp8_linear"}
     named = set(re.findall(r"[A-Za-z_0-9]+", " ".join((*patterns(0), *patterns(1)))))
     assert sorted(ours - named) == []

@@ -48,7 +48,7 @@ class Config12:
 
 @dataclass
 class Config23(Config12):
-    """MoeRunnerConfig of 0.5.23: what it adds."""
+    """MoeRunnerConfig of 0.5.23: the fields that it adds."""
 
     no_combine_keep_router_weight: bool = False
     gemm1_beta: float | None = None
@@ -102,7 +102,7 @@ def test_in_place(place: Place, config_type: type, bias: bool, tokens: int, rng:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_topk_weights_of_other_dtypes(place: Place, dtype: torch.dtype, rng: torch.Generator) -> None:
-    """Those of Llama-4 and PhiMoE have the dtype of their router."""
+    """Weights of Llama-4 and PhiMoE have the dtype of their router."""
     layer, x, topk_output = operands(place, rng)
     given = topk_output._replace(topk_weights=topk_output.topk_weights.to(dtype))
     rounded = topk_output._replace(topk_weights=given.topk_weights.float())
@@ -124,6 +124,20 @@ def test_out_of_place(place: Place, config_type: type, rng: torch.Generator) -> 
     assert same_bits(call(layer, x, packed, config_type(inplace=False, routed_scaling_factor=2.5)), result)
 
 
+@CONFIGS
+@pytest.mark.parametrize(
+    "numbers", [{}, {"gemm1_alpha": 1.5}, {"gemm1_alpha": 4.0, "gemm1_clamp_limit": 25.0}], ids=str
+)
+def test_situ(place: Place, config_type: type, numbers: dict[str, float], rng: torch.Generator) -> None:
+    """SGLang has Kimi-K3's two numbers in gemm1_alpha, by default 4, and gemm1_clamp_limit; rows are halves."""
+    layer, x, topk_output = operands(place, rng, 40)
+    expected = expect(
+        layer, x, topk_output, activation="situ", situ_beta=numbers.get("gemm1_alpha", 4.0),
+        situ_linear_beta=numbers.get("gemm1_clamp_limit"),
+    )  # fmt: skip
+    assert_close_ulp(call(layer, x, topk_output, config_type(inplace=False, activation="situ", **numbers)), expected)
+
+
 @pytest.mark.parametrize("local_experts", [6, 12])
 def test_filtered_experts_need_nothing(place: Place, local_experts: int, rng: torch.Generator) -> None:
     """SGLang's filter_expert (more experts in the model than held) is only about -1 ids, which are always skipped."""
@@ -142,7 +156,7 @@ def test_filtered_experts_need_nothing(place: Place, local_experts: int, rng: to
             {"alpha": 1.702, "beta": 1.0, "limit": 7.0, "layout": "interleaved"},
         ),
         (
-            # A limit that half of the sums exceed: 7.0 none of them does.
+            # Half of the sums exceed this limit; none exceeds 7.0.
             {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 0.3},
             {"alpha": 1.702, "beta": 1.0, "limit": 0.3, "layout": "interleaved"},
         ),
@@ -186,7 +200,7 @@ def test_beta_of_the_newer_release(place: Place, rng: torch.Generator) -> None:
 
 
 def test_a_configuration_without_fields_has_the_defaults(rng: torch.Generator) -> None:
-    """Silu, gated, written into its input, as SGLang's fields had it before they were fields."""
+    """The defaults are silu, gated and in place, as SGLang's fields had it before they were fields."""
     layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
     expected = expect(layer, x, topk_output)
     assert call(layer, x, topk_output, SimpleNamespace()) is x
@@ -199,7 +213,7 @@ def test_a_configuration_without_fields_has_the_defaults(rng: torch.Generator) -
 
 @dataclass
 class ConfigToCome(Config23):
-    """With fields that no release has."""
+    """A configuration with fields that no release has."""
 
     future_flag: bool = False
     future_scale: float = 1.5
@@ -221,7 +235,7 @@ class ConfigToCome(Config23):
     ids=["defaults", "equal", "flag", "number", "tensor", "shorter", "list"],
 )
 def test_fields_that_are_not_known(options: dict[str, Any], name: str | None, rng: torch.Generator) -> None:
-    """They may change what a layer computes: as long as they are at their defaults they do not."""
+    """Unknown fields may change what a layer computes, but not as long as they are at their defaults."""
     layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
     config = ConfigToCome(inplace=False, **options)
     if name is None:
@@ -233,7 +247,7 @@ def test_fields_that_are_not_known(options: dict[str, Any], name: str | None, rn
 
 @pytest.mark.parametrize("value", [None, False, True, 0, "x"], ids=str)
 def test_a_required_field_that_is_not_known(value: Any, rng: torch.Generator) -> None:
-    """None and False are taken for "not used"."""
+    """None and False are read as "not used"."""
     kind = make_dataclass("Required", [("inplace", bool), ("future", Any)])
     layer, x, topk_output = operands(("cpu", torch.bfloat16), rng)
     if value is None or value is False:
@@ -295,7 +309,7 @@ def test_quantised_operands_are_refused(name: str, rng: torch.Generator) -> None
 
 @dataclass
 class Later(Config23):
-    """A release after: fields that may change results."""
+    """The configuration of a later release, with fields that may change results."""
 
     layers: tuple[int, ...] = ()
     silu_mul_keep_fp32: bool = False
@@ -318,8 +332,10 @@ def test_other_refusals(rng: torch.Generator) -> None:
     before = x.clone()
     with pytest.raises(ValueError, match="w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got bfloat16"):
         call(layer, x, topk_output, Config23(), use_fp8_w8a8=True)
-    with pytest.raises(NotImplementedError, match=r'"situ"; served are "silu", "gelu", "gelu_tanh", "relu2"$'):
-        call(layer, x, topk_output, Config23(activation="situ"))
+    with pytest.raises(NotImplementedError, match=r'"relu"; served are "silu", "gelu", "gelu_tanh", "relu2", "situ"$'):
+        call(layer, x, topk_output, Config23(activation="relu"))
+    with pytest.raises(ValueError, match='"situ" takes no gemm1_beta, swiglu_limit and fuse_swiglu_interleaved'):
+        call(layer, x, topk_output, Config23(activation="situ", swiglu_limit=1.0))
     with pytest.raises(ValueError, match=r"inplace and no_combine"):
         call(layer, x, topk_output, Config23(no_combine=True))
     with pytest.raises(ValueError, match=r'gemm1_alpha.*need gated "silu", got "gelu", gated$'):

@@ -1,4 +1,4 @@
-"""The calls of SGLang and flashinfer on MXFP4 weights as those hold them, against the reference of the same numbers."""
+"""The calls of SGLang and flashinfer on their own form of MXFP4 weights, against the reference of the same numbers."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_prepared_weights_have_the_same_bits(device: str, rng: torch.Generator) 
 
 
 def test_expert_parallel(device: str, rng: torch.Generator) -> None:
-    """Global ids; each rank's part alone."""
+    """Ids are global, and each rank computes its part alone."""
     blocks = Blocks(3, 128, 128, device, rng)
     x, weights, ids = inputs(blocks, 15, 2, rng, experts=6)
     for rank in range(2):
@@ -147,13 +147,13 @@ def test_tensor_parallel(device: str, rng: torch.Generator) -> None:
 
 
 def padded_rows(tensor: Tensor, half: int, rows: int, columns: int) -> Tensor:
-    """[E, 2 half, C] to [E, 2 rows, columns], zeros behind each half."""
+    """Pads [E, 2 half, C] to [E, 2 rows, columns], with zeros behind each half."""
     halves = tensor.split(half, dim=1)
     return torch.cat([pad(part, (0, columns - tensor.shape[2], 0, rows - half)) for part in halves], dim=1)
 
 
 def padded(blocks: Blocks, hidden: int, intermediate: int) -> Blocks:
-    """What SGLang makes of a layer whose sizes are no multiples of 128: zero codes, scales and biases."""
+    """Pads a layer whose sizes are no multiples of 128, as SGLang does: with zero codes, scales and biases."""
     result = object.__new__(Blocks)
     result.experts, result.hidden, result.intermediate = blocks.experts, hidden, intermediate
     result.device = blocks.device
@@ -197,7 +197,7 @@ def quant_info(blocks: Blocks, release: str, numbers: Any, padded_hidden: int | 
 @pytest.mark.parametrize("size", [192, 288])
 @pytest.mark.parametrize("release", RELEASES)
 def test_padded_layer_of_sglang(release: str, size: int, device: str, rng: torch.Generator) -> None:
-    """Input and output narrower than the weights, in place of a padded copy and a trimmed one."""
+    """Input and output are narrower than the weights, which replaces a padded copy and a trimmed one."""
     blocks = Blocks(4, size, size, device, rng)
     wide = padded(blocks, 256 if size < 256 else 384, 256 if size < 256 else 384)
     x, weights, ids = inputs(blocks, 10, 2, rng)
@@ -235,7 +235,7 @@ def test_bypassed_topk(device: str, rng: torch.Generator) -> None:
 
 
 def test_swiglu_step_of_sglangs_call(rng: torch.Generator) -> None:
-    """quant_info.use_swiglu_step: the limit bounds the gate behind its SiLU; without that field, before."""
+    """With quant_info.use_swiglu_step the limit bounds the gate behind its SiLU; without that field, before it."""
     blocks = Blocks(4, 128, 128, "cpu", rng)
     x, weights, ids = inputs(blocks, 9, 2, rng)
     numbers = {"alpha": 1.0, "beta": 0.0, "limit": 0.05}
@@ -274,7 +274,7 @@ def test_what_sglangs_call_refuses(rng: torch.Generator) -> None:
 
 
 def test_no_tokens() -> None:
-    """Nothing else is looked at, and SGLang's form gives its input back."""
+    """Without tokens nothing else is looked at, and SGLang's form returns its input."""
     x, ids = torch.empty((0, 64), dtype=torch.bfloat16), torch.empty((0, 2), dtype=torch.int32)
     assert oxmoe.fused_experts_flashinfer_mxfp4(x, None, None, None) is x
     nothing = {"fc1_expert_weights": None, "fc2_expert_weights": None, "quant_scales": None}
@@ -299,7 +299,7 @@ def test_no_tokens() -> None:
         ({"use_wfp4afp8_humming": True}, "no kernel for use_wfp4afp8_humming"),
         ({"output_dtype": torch.float16}, "output_dtype: no kernel for float16 of bfloat16 input; expected bfloat16"),
         ({"activation_type": 4}, "activation_type: no kernel for 4; served"),
-        ({"activation_type": SimpleNamespace(name="Situ")}, "no kernel for 'Situ'"),
+        ({"activation_type": SimpleNamespace(name="Relu")}, "no kernel for 'Relu'"),
     ],
     ids=str,
 )
@@ -416,7 +416,7 @@ def test_triton_kernels_weights(hidden: int, intermediate: int, kind: str, devic
 
 @pytest.mark.parametrize("tokens", [1, 11])
 def test_tables_of_triton_kernels(tokens: int, device: str, rng: torch.Generator) -> None:
-    """The calls of SGLang 0.5.12 (a sum) and 0.5.23 (rows), and their top-k outputs."""
+    """The calls are those of SGLang 0.5.12 (a sum) and 0.5.23 (rows), with their top-k outputs."""
     blocks = Blocks(8, 64, 96, device, rng)
     x, _, _ = inputs(blocks, tokens, 2, rng)
     logits = tie_free_logits(tokens, 8, rng).to(device)

@@ -1,4 +1,5 @@
-"""Against the projects whose interfaces these are, where installed: triton_kernels and SGLang's Triton kernels."""
+"""oxmoe against the projects whose interfaces it has, if they are installed: triton_kernels and SGLang's Triton
+kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.gpu
 
 
 def real_triton_kernels() -> ModuleType:
-    """NOTE: an unrelated package of the same name exists: the real one has topk."""
+    """Returns triton_kernels' module. NOTE: an unrelated package of the same name exists: only the real one has
+    topk."""
     if importlib.util.find_spec("triton_kernels") is None or importlib.util.find_spec("triton_kernels.topk") is None:
         pytest.skip("triton_kernels is not installed")
     return pytest.importorskip("triton_kernels.topk")
@@ -88,7 +90,7 @@ def test_sglang_fused_experts(shape: Shape, tokens: int, rng: torch.Generator) -
 @pytest.mark.parametrize("tokens", [1, 33, 500])
 @pytest.mark.parametrize("size", [256, 2880])
 def test_triton_kernels_mxfp4(size: int, tokens: int, rng: torch.Generator) -> None:
-    """GPT-OSS's layer on the same MXFP4 weights, from router logits to the combined output."""
+    """Both run GPT-OSS's layer on the same MXFP4 weights, from router logits to the combined output."""
     reason = TritonKernels.missing("cuda")
     if reason is not None:
         pytest.skip(reason)
@@ -99,5 +101,5 @@ def test_triton_kernels_mxfp4(size: int, tokens: int, rng: torch.Generator) -> N
     (ours,), (theirs,) = (backend(shape, weights).calls(inputs) for backend in (Oxmoe, TritonKernels))
     result, expected = ours(), theirs()
     assert result.shape == expected.shape and result.dtype == expected.dtype
-    # Sums in another order, and SwiGLU's own roundings.
+    # The sums have another order, and SwiGLU has its own roundings.
     assert relative_norm(result, expected) < 1e-2

@@ -35,7 +35,7 @@ def test_a_number_that_all_experts_share_is_one() -> None:
     for given in ([1.0, 1.0, 2.0], [2.0, 1.0, 1.0], [1.0, 2.0], []):
         tensor = torch.tensor(given)
         assert number(tensor) is tensor
-    # Another shape than [El] is the caller's error, which ExpertWeights names.
+    # A shape other than [El] is the caller's error, which ExpertWeights names.
     square = torch.ones(2, 2)
     assert number(square) is square
 
@@ -69,7 +69,8 @@ def test_cutlass_fused_moe_names_a_dtype_that_it_has_not(rng: torch.Generator) -
 
 
 def test_defaults_are_flashinfers() -> None:
-    """Of cutlass_fused_moe in 0.6.11 and 0.7.2; a call that leaves a parameter out means the same here."""
+    """Defaults are those of cutlass_fused_moe in 0.6.11 and 0.7.2: a call that leaves a parameter out means the same
+    here."""
     parameters = inspect.signature(oxmoe.cutlass_fused_moe).parameters
     defaults: dict[str, Any] = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     expected = {

@@ -16,7 +16,8 @@ SIZES = ((0, 8, 2), (1, 32, 4), (1, 128, 8), (7, 8, 3), (61, 32, 4), (300, 128, 
 
 
 def check(logits: Tensor, top_k: int, **options: object) -> tuple[oxmoe.RoutingData, Tensor, Tensor]:
-    """Against the reference, all seven tables; then what a grouped GEMM relies on, without it."""
+    """Compares all seven tables with the reference, and then checks what a grouped GEMM relies on without the
+    reference."""
     data, gather, scatter = oxmoe.routing(logits, top_k, **options)
     gates, *tables = reference.routing_tables(logits, top_k, **options)
     metadata = data.expt_data
@@ -36,7 +37,7 @@ def check(logits: Tensor, top_k: int, **options: object) -> tuple[oxmoe.RoutingD
         assert table.dtype == torch.int32 and torch.equal(table, expected), name
     placed = combine >= 0
     assert data.gate_scal.dtype == logits.dtype and data.gate_scal.shape == combine.shape
-    # One rounding to the logits' dtype of an fp32 softmax: half an ulp, and the softmax's own last bits.
+    # The bar is one rounding of an fp32 softmax to the logits' dtype: half an ulp, and the softmax's own last bits.
     tolerance = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[logits.dtype]
     assert_close(data.gate_scal[placed], gates[placed], rtol=tolerance, atol=1e-7)
 
@@ -81,7 +82,7 @@ def test_given_experts(device: str, dtype: torch.dtype, rng: torch.Generator) ->
 
 @pytest.mark.parametrize("sm_first", [False, True])
 def test_given_ids_of_no_expert(device: str, sm_first: bool, rng: torch.Generator) -> None:
-    """-1 and numbers from E on, anywhere in a row: no slot, and no part in its softmax."""
+    """-1 and numbers from E on, anywhere in a row, have no slot and no part in its softmax."""
     logits = torch.randn((4, 8), generator=rng)
     given = torch.tensor([[1, -1, 3], [8, 2, 1 << 20], [-1, -1, -1], [0, 7, 5]])
     data, combine, dispatch = oxmoe.routing(logits.to(device), 3, sm_first, expt_indx=given.to(device))
@@ -114,7 +115,7 @@ def test_padding_rows(device: str, valid: int, as_tensor: bool, rng: torch.Gener
 @pytest.mark.parametrize("simulated_ep", [2, 4])
 @pytest.mark.parametrize("tokens", [1, 30, 200])
 def test_simulated_expert_parallelism(device: str, tokens: int, simulated_ep: int, rng: torch.Generator) -> None:
-    """The first rank's experts alone, its slots at the front of each row."""
+    """Only the first rank's experts count, and their slots are at the front of each row."""
     logits = tie_free_logits(tokens, 32, rng)
     data, combine, dispatch = check(logits.to(device), 4, simulated_ep=simulated_ep)
     local = 32 // simulated_ep
@@ -140,7 +141,7 @@ def test_older_names() -> None:
 
 
 def test_block_tables_against_the_documented_example() -> None:
-    """triton_kernels' docstring: slices of 15, 17, 0 and 127 rows."""
+    """The example is that of triton_kernels' docstring: slices of 15, 17, 0 and 127 rows."""
     offsets, schedule = reference.block_tables(torch.tensor([15, 17, 0, 127]), 159)
     assert offsets.tolist() == [[0, 1, 3, 3, 11], [0, 1, 2, 2, 6], [0, 1, 2, 2, 4], [0, 1, 2, 2, 3]]
     pairs = [(entry >> 16, entry & 0xFFFF) for entry in schedule[2].tolist() if entry >= 0]

@@ -22,7 +22,7 @@ def test_choices_of_bypassed_topk(rng: torch.Generator) -> None:
     assert (arguments["num_expert_group"], arguments["topk_group"], arguments["top_k"]) == (4, 2, 2)
     assert arguments["correction_bias"].dtype == torch.float32 and arguments["num_token_non_padded"].shape == ()
     assert arguments["router_logits"] is logits and arguments["scoring_func"] == "sigmoid" and arguments["renormalize"]
-    # What SGLang alone can route goes through its own function; 0.5.12 calls the logits by another name.
+    # If only SGLang can route, its own function does it; 0.5.12 calls the logits by another name.
     standard = SimpleNamespace(topk_weights=torch.ones(5, 2), topk_ids=torch.zeros(5, 2, dtype=torch.int32))
     old = SimpleNamespace(router_logits=logits, topk_config=SimpleNamespace(top_k=2))
     assert routing_arguments(old)["router_logits"] is logits
@@ -40,7 +40,7 @@ def test_choices_of_bypassed_topk(rng: torch.Generator) -> None:
 
 
 def test_arguments_of_tables(rng: torch.Generator) -> None:
-    """What triton_kernels' top-k hands over in SGLang 0.5.12 and in 0.5.23 is read back as weights and ids."""
+    """The tables that triton_kernels' top-k gives in SGLang 0.5.12 and in 0.5.23 are read back as weights and ids."""
     logits = tie_free_logits(5, 8, rng)
     data, _, scatter = oxmoe.routing(logits, 2)
     weights, ids = reference.topk(logits, 2, scoring_func="softmax_topk", renormalize=False, order="id")
@@ -56,7 +56,7 @@ def test_arguments_of_tables(rng: torch.Generator) -> None:
 
 
 def test_places_without_a_slot() -> None:
-    """Padding rows: fewer places than slots, -1 behind the last."""
+    """With padding rows there are fewer places than slots, and -1 behind the last."""
     logits = torch.tensor([[3.0, 2, 1, 0], [0, 1, 2, 3], [1, 3, 2, 0]])
     data, _, scatter = oxmoe.routing(logits, 2, n_rows=2)
     weights, ids = slots_of(data.expt_hist, scatter.dst_indx, data.gate_scal, 2)

@@ -130,7 +130,7 @@ CALLS["nvfp4"] = CALLS["mxfp4"]
 
 
 def tokens_of(format: str, tokens: int, device: str, rng: torch.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(hidden_states and its scale as flashinfer has them, x and x_scale of `moe`)."""
+    """Returns (hidden_states and its scale as flashinfer has them, x and x_scale of `moe`)."""
     x = make_x(tokens, SHAPE, torch.bfloat16, device, rng)
     if format == "fp8":
         x = (x.float() * 2.0**7).clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -188,7 +188,7 @@ def test_layers(format: str, tokens: int, device: str, rng: torch.Generator) -> 
     assert run(by_logits, format, **method, **hidden, **given, **sizes(), output=out) is out and same_bits(
         out, expected
     )
-    # Again, from the cache, and with the chosen ids written.
+    # The call runs again, from the cache, and writes the chosen ids.
     replay = replay.to(device)
     again = run(by_logits, format, **method, **hidden, **given, **sizes(), routing_replay_out=replay)
     assert same_bits(again, expected) and len(flashinfer_trtllm_formats.cache) == 1
@@ -242,7 +242,7 @@ def test_bf16_forms(shuffled: bool, layout: int, gated: bool, device: str, rng: 
 
 
 def test_swiglu_numbers(device: str, rng: torch.Generator) -> None:
-    """alpha, beta and limit of bf16 experts count as they are; SwigluStep has a limit of 7 where none is given."""
+    """alpha, beta and limit of bf16 experts count as they are; SwigluStep has a limit of 7 if none is given."""
     _, given, _ = bf16(device, rng, shuffled=False, layout=0)
     hidden, own = tokens_of("bf16", 9, device, rng)
     gates, ids = routed(9, device, rng)
@@ -258,6 +258,56 @@ def test_swiglu_numbers(device: str, rng: torch.Generator) -> None:
         expected = oxmoe.moe(**own, weights=weights, topk_weights=gates, topk_ids=ids)
         result = oxmoe.trtllm_bf16_routed_moe(topk_ids=(ids, gates), **hidden, **given, **sizes(), **options)
         assert bool(result.any()) and same_bits(result, expected)
+
+
+def test_situ(device: str, rng: torch.Generator) -> None:
+    """gemm1_alpha and gemm1_beta are the bounds of gate and up, of dequantised numbers also in NVFP4, and 1 by default.
+    There output1_scale_scalar is the factor of GEMM1's output alone."""
+    bounds = {"situ_beta": torch.rand(8, generator=rng) + 0.5, "situ_linear_beta": torch.rand(8, generator=rng) + 0.5}
+    bounds = {name: value.to(device) for name, value in bounds.items()}
+    named = {"gemm1_alpha": bounds["situ_beta"], "gemm1_beta": bounds["situ_linear_beta"]}
+    ones = {"situ_beta": 1.0, "situ_linear_beta": 1.0}
+    nothing = dict.fromkeys(("gemm1_alpha", "gemm1_beta"))
+    for format in ("bf16", "mxfp4", "nvfp4"):
+        options: dict[str, Any] = {"shuffled": True, "layout": 0} if format == "bf16" else {}
+        _, given, _ = LAYERS[format](device, rng, **options)
+        hidden, own = tokens_of(format, 9, device, rng)
+        gates, ids = routed(9, device, rng)
+        if format == "nvfp4":
+            given["output1_scale_scalar"] = torch.full_like(given["output1_scale_gate_scalar"], 128.0)
+        for kind, numbers, expected_numbers in ((10, named, bounds), (SimpleNamespace(name="Situ"), nothing, ones)):
+            call = {**given, **numbers, "activation_type": kind}
+            prepared = CALLS[format][2](**call)
+            assert prepared.activation == "situ"
+            for name, value in expected_numbers.items():
+                assert getattr(prepared, name) is value or getattr(prepared, name) == value
+            result = run(CALLS[format][1], format, topk_ids=(ids, gates), **hidden, **call, **sizes())
+            expected = oxmoe.moe(**own, weights=prepared, topk_weights=gates, topk_ids=ids)
+            assert bool(result.any()) and same_bits(result, expected)
+        with pytest.raises(NotImplementedError, match="gemm1_clamp_limit: no kernel for Situ with a limit"):
+            CALLS[format][2](**{**call, "gemm1_clamp_limit": torch.ones(8, device=device)})
+    _, given, _ = fp8(device, rng)
+    hidden, _ = tokens_of("fp8", 9, device, rng)
+    with pytest.raises(NotImplementedError, match="no kernel for 'Situ' with fp8 weights of one scale"):
+        run(CALLS["fp8"][1], "fp8", topk_ids=(ids, gates), **hidden, **{**given, "activation_type": 10}, **sizes())
+
+
+def test_situ_of_nvfp4_is_the_layers(device: str, rng: torch.Generator) -> None:
+    _, given, _ = nv(device, torch.Generator().manual_seed(3))
+    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(3), a4=True)
+    own = (made.w13, made.w2, made.w13_scale, made.w2_scale, made.w13_global[:, 0].contiguous(), made.w2_global)
+    numbers = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+    weights = oxmoe.ExpertWeights.nvfp4(
+        *(part.to(device) for part in own), input_global_scale=1.0, a2_global_scale=128.0, layout="up_gate",
+        activation="situ", **numbers,
+    )  # fmt: skip
+    given |= {"gemm1_alpha": torch.full((8,), 4.0), "gemm1_beta": torch.full((8,), 25.0), "activation_type": 10}
+    given["output1_scale_scalar"] = torch.full_like(given["output1_scale_gate_scalar"], 128.0)
+    hidden, tokens = tokens_of("nvfp4", 9, device, rng)
+    gates, ids = routed(9, device, rng)
+    expected = oxmoe.moe(**tokens, weights=weights, topk_weights=gates, topk_ids=ids)
+    result = run(CALLS["nvfp4"][1], "nvfp4", topk_ids=(ids, gates), **hidden, **on(device, given), **sizes())
+    assert bool(result.any()) and same_bits(result, expected)
 
 
 def test_fp8_without_a_gate_and_weights_on_input(device: str, rng: torch.Generator) -> None:
@@ -313,8 +363,8 @@ def test_refusals(rng: torch.Generator) -> None:
         by_ids = CALLS[format][1]
         with pytest.raises(NotImplementedError, match=f"{by_ids.__name__}: no kernel for do_finalize=False"):
             run(by_ids, format, **call, do_finalize=False)
-        with pytest.raises(NotImplementedError, match="activation_type: no kernel for 'Situ'"):
-            run(by_ids, format, **call | {"activation_type": SimpleNamespace(name="Situ")})
+        with pytest.raises(NotImplementedError, match="activation_type: no kernel for 'Relu'"):
+            run(by_ids, format, **call | {"activation_type": SimpleNamespace(name="Relu")})
         with pytest.raises(ValueError, match="weights: expected ExpertWeights, got str"):
             run(by_ids, format, **call, weights="none")
         other = torch.zeros(5, 256, dtype=torch.float8_e4m3fn if format != "fp8" else torch.bfloat16)

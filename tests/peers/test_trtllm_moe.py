@@ -23,7 +23,7 @@ from oxmoe.testing import assert_close_ulp, same_bits
 
 SHAPE = Shape("trtllm", 16, 4, 256, 128).with_options(layout="up_gate")
 
-# What comes before the parameters that 0.7.2 moved, and the others of both versions.
+# The parameters before those that 0.7.2 moved, and the others of both versions.
 FIRST = (
     "routing_bias hidden_states hidden_states_scale gemm1_weights gemm1_weights_scale gemm2_weights "
     "gemm2_weights_scale num_experts top_k n_group topk_group intermediate_size local_expert_offset local_num_experts "
@@ -32,7 +32,7 @@ FIRST = (
 
 
 class Method(IntEnum):
-    """flashinfer 0.7.2's."""
+    """RoutingMethodType of flashinfer 0.7.2."""
 
     Default = 0
     Renormalize = 1
@@ -48,7 +48,7 @@ class Method(IntEnum):
 
 
 def packed_word(expert: int, weight: float) -> int:
-    """One int32, written out."""
+    """Returns one int32, written out."""
     bits = torch.tensor(weight).bfloat16().view(torch.int16).item() % (1 << 16)
     (word,) = struct.unpack("<i", struct.pack("<Hh", bits, expert))
     return word
@@ -87,7 +87,7 @@ def test_pack_refused() -> None:
 
 
 def choose(method: Method, logits: Tensor, top_k: int, bias: Tensor | None, groups: tuple[int, int]) -> Any:
-    """(weights, ids) of one method, in plain torch."""
+    """Returns (weights, ids) of one method, in plain torch."""
     logits = logits.float()
     if method in (Method.Renormalize, Method.TopK, Method.TopKSigmoid):
         values, ids = logits.topk(top_k)
@@ -140,7 +140,7 @@ def test_routing_methods(method: Method, tokens: int, device: str, rng: torch.Ge
     layer, top_k = make_fp8(SHAPE, device, rng), 1 if method == Method.Llama4 else SHAPE.top_k
     x, logits = layer.x(tokens, rng), tie_free_groups(tokens, SHAPE.experts, rng).to(device)
     biased = method in (Method.DeepSeekV3, Method.MiniMax2)
-    # Exact in bf16, and other sums for every expert.
+    # The bias is exact in bf16, and gives every expert another sum.
     bias = (torch.randperm(SHAPE.experts, generator=rng) / 64).bfloat16().to(device) if biased else None
     groups = (4, 2) if method == Method.DeepSeekV3 else (0, 0)
     factor = 2.5 if biased else 1.0
@@ -176,7 +176,7 @@ def test_norm_topk_prob(norm_topk_prob: bool, rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 20, 300])
 def test_deepseek_v3_from_logits_to_output(tokens: int, device: str, rng: torch.Generator) -> None:
-    """Grouped routing with bias, whole: against the reference that routes by itself."""
+    """Grouped routing with bias is compared, as a whole layer, with the reference that routes by itself."""
     shape = Shape("dsv3-small", 64, 8, 384, 256)
     layer = make_fp8(shape, device, rng)
     x, logits = layer.x(tokens, rng), tie_free_groups(tokens, 64, rng).to(device)
@@ -203,7 +203,7 @@ def test_deepseek_v3_from_logits_to_output(tokens: int, device: str, rng: torch.
 
 @pytest.mark.parametrize("tokens", [0, 1, 40])
 def test_routed(tokens: int, device: str, rng: torch.Generator) -> None:
-    """Packed, and as a pair; with experts that are nobody's and weights below zero."""
+    """ids are packed, or a pair; some name no expert, and some weights are negative."""
     layer = make_fp8(SHAPE, device, rng)
     x = layer.x(tokens, rng)
     weights, ids = make_routing("holes", tokens, SHAPE.experts, SHAPE.top_k, rng)
@@ -236,7 +236,7 @@ def test_experts_of_two_ranks(device: str, rng: torch.Generator) -> None:
 
 
 def shuffle(weights: Tensor) -> Tensor:
-    """Rows of each expert as flashinfer's shuffle_matrix_a with epilogue_tile_m 64 has them: row r of 16 goes to
+    """Orders rows of each expert as flashinfer's shuffle_matrix_a with epilogue_tile_m 64 does: row r of 16 goes to
     place[r]."""
     place = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
     shuffled = torch.empty_like(weights)
@@ -246,7 +246,7 @@ def shuffle(weights: Tensor) -> Tensor:
 
 
 def blocked(weights: Tensor) -> Tensor:
-    """[E, R, K] as [E, K / 128, R, 128]."""
+    """Returns [E, R, K] as [E, K / 128, R, 128]."""
     return torch.stack(weights.split(128, dim=2), dim=1)
 
 
@@ -347,7 +347,7 @@ def test_not_served(options: dict[str, Any], match: str, rng: torch.Generator) -
 
 
 def test_routing_options() -> None:
-    """Numbers and names; what a method has no use for is dropped."""
+    """Methods come as numbers and names; an option that a method has no use for is dropped."""
     options = functools.partial(flashinfer_trtllm.routing_options, top_k=4)
     sigmoid = {"top_k": 4, "scoring_func": "sigmoid"}
     assert options(6) == {**sigmoid, "renormalize": True} == options(SimpleNamespace(name="SigmoidRenorm"))
@@ -367,7 +367,7 @@ def test_routing_options() -> None:
 
 
 def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
-    """Shuffled weights, and sizes that are those of the layer or refused."""
+    """The routed form takes shuffled weights; sizes are those of the layer or refused."""
     layer = make_fp8(SHAPE, "cpu", rng)
     x = layer.x(5, rng)
     weights, ids = make_routing("uniform", 5, SHAPE.experts, SHAPE.top_k, rng)

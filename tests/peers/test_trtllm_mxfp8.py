@@ -22,7 +22,7 @@ MX = 2  # Fp8QuantizationType.MxFp8
 
 
 def as_trtllm(layer: Mxfp8, *, shuffled: bool = True, weight_layout: int = 0) -> dict[str, Tensor]:
-    """The four tensors and the biases as SGLang hands them to flashinfer."""
+    """Returns the four tensors and the biases as SGLang hands them to flashinfer."""
     form = {}
     for name, weights, scales, bias, gated in (
         ("gemm1", layer.w13, layer.w13_scale, layer.b13, True),
@@ -87,7 +87,7 @@ def test_layouts_of_weights(tokens: int, shuffled: bool, weight_layout: int, dev
     flashinfer_trtllm.cache.clear()
     for _ in range(2):
         assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **arguments(layer, x), **form, **how), expected)
-    # What is not packed or undone is described at each call.
+    # Weights that are neither packed nor undone are described at each call.
     assert len(flashinfer_trtllm.cache) == int(shuffled or weight_layout == 2 or device == "cuda")
     made = oxmoe.prepare_trtllm_fp8_block_scale_moe(**form, **how, fp8_quantization_type=MX)
     flashinfer_trtllm.cache.clear()
@@ -114,7 +114,8 @@ def test_routed_close_to_the_reference(tokens: int, device: str, rng: torch.Gene
 
 
 def test_tokens(device: str, rng: torch.Generator) -> None:
-    """bf16 tokens, flat scales and scales as e8m0: the same bits, also where codes are not those of our quantiser."""
+    """bf16 tokens, flat scales and scales as e8m0 have the same bits, also if codes are not those of oxmoe's
+    quantiser."""
     layer = make_mxfp8(SHAPE, device, rng)
     x, logits = layer.x(20, rng), tie_free_logits(20, SHAPE.experts, rng).to(device)
     given = {**arguments(layer, x), **as_trtllm(layer), "use_shuffled_weight": True}

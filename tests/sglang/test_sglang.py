@@ -16,7 +16,7 @@ from cases import GPT_OSS, Layer, Shape, make_layer, make_x, tie_free_logits
 from oxmoe import reference
 from oxmoe.peers.sglang import _unknown_fields
 from oxmoe.sglang.experts import Experts
-from oxmoe.testing import assert_close_ulp, same_bits
+from oxmoe.testing import assert_close, assert_close_ulp, same_bits
 
 pytest.importorskip("sglang")
 
@@ -47,7 +47,7 @@ def ours() -> Iterator[None]:
 def check_layer(
     layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, expected_options: dict[str, Any], **options: Any
 ) -> None:
-    """The module against the reference; with inplace (the default) the result is x itself."""
+    """Compares the module with the reference; with inplace (the default) the result is x itself."""
     before = x.clone()
     result = fused_moe(layer, **options)(x, StandardTopKOutput(weights, ids, None))
     expected = reference.moe(before, layer.w13, layer.w2, weights, ids, **layer.reference_options, **expected_options)
@@ -81,13 +81,41 @@ def test_layer_routings(device: str, pattern: str, rng: torch.Generator) -> None
         ({"gemm1_clamp_limit": 0.25}, SHAPE.with_options(limit=0.25, clamp="after")),
         ({"swiglu_limit": 0.5}, SHAPE.with_options(limit=0.5, clamp="before")),
         ({"activation": "gelu"}, SHAPE.with_options(activation="gelu")),
+        (
+            {"activation": "situ", "gemm1_alpha": 1.25, "gemm1_clamp_limit": 0.75},
+            SHAPE.with_options(activation="situ", situ_beta=1.25, situ_linear_beta=0.75),
+        ),
+        ({"activation": "situ"}, SHAPE.with_options(activation="situ")),
         ({"activation": "relu2"}, SHAPE.with_options(activation="relu2")),
         ({"activation": "silu"}, SHAPE.with_options(activation="silu", gated=False)),
     ],
-    ids=["gpt-oss", "gpt-oss-halves", "limit-after", "limit-before", "gelu", "relu2", "silu-plain"],
+    ids=[
+        "gpt-oss",
+        "gpt-oss-halves",
+        "limit-after",
+        "limit-before",
+        "gelu",
+        "situ",
+        "situ-unbounded",
+        "relu2",
+        "silu-plain",
+    ],
 )
 def test_layer_activations(device: str, options: dict[str, Any], shape: Shape, rng: torch.Generator) -> None:
     check_layer(*operands(shape, 9, device, rng), {}, **options)
+
+
+@pytest.mark.parametrize("linear_beta", [None, 25.0])
+def test_sglangs_own_situ(linear_beta: float | None, rng: torch.Generator) -> None:
+    """The reference is the activation that SGLang's Kimi-K3 has."""
+    from sglang.srt.layers import activation
+
+    if not hasattr(activation, "SituAndMul"):
+        pytest.skip("this SGLang has no SiTU")
+    sums = torch.randn((9, 64), generator=rng) * 20
+    wanted = activation.SituAndMul(beta=4.0, linear_beta=linear_beta).forward_native(sums)
+    got = reference.activate(sums, activation="situ", situ_beta=4.0, situ_linear_beta=linear_beta)
+    assert_close(got, wanted, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +166,7 @@ def test_topk_weights_of_other_dtypes(device: str, dtype: torch.dtype, rng: torc
 
 
 def test_llama4s_own_routing(device: str, rng: torch.Generator) -> None:
-    """Its weights are the sigmoid of logits of the model's dtype, and multiply the layer's input."""
+    """Llama-4's weights are the sigmoid of logits of the model's dtype, and multiply the layer's input."""
     from sglang.srt.models.llama4 import Llama4MoE
 
     layer, x, _, _ = operands(SHAPE, 5, device, rng)
@@ -167,7 +195,7 @@ def test_weights_are_described_once(device: str, rng: torch.Generator) -> None:
     module(x, routed)
     assert described(module) is first
 
-    # Other memory behind the same parameter, as a weight update may leave it.
+    # The parameter gets other memory, as a weight update may leave it.
     changed = make_layer(SHAPE, torch.bfloat16, device, rng)
     module.w13_weight.data, module.w2_weight.data = changed.w13, changed.w2
     assert_close_ulp(module(x, routed), reference.moe(x, changed.w13, changed.w2, weights, ids))
@@ -191,7 +219,8 @@ def test_layer_in_cuda_graph(rng: torch.Generator) -> None:
 @only_cores
 @pytest.mark.gpu
 def test_expert_parallel_layer(rng: torch.Generator) -> None:
-    """The second of two ranks: SGLang's dispatcher makes local ids, -1 for the first rank's experts."""
+    """The layer is that of the second of two ranks: SGLang's dispatcher makes local ids, -1 for the first rank's
+    experts."""
     _, x, weights, ids = operands(SHAPE, 33, "cuda", rng)
     local = make_layer(SHAPE, torch.bfloat16, "cuda", rng, local_experts=SHAPE.experts // 2)
     with server("oxmoe", **SECOND_OF_TWO_EP_RANKS):
@@ -199,7 +228,7 @@ def test_expert_parallel_layer(rng: torch.Generator) -> None:
     assert_close_ulp(result, reference.moe(x, local.w13, local.w2, weights, ids, ep_size=2, ep_rank=1))
 
 
-# What is refused, by name
+# Refusals, by name
 
 
 def refused(
@@ -238,12 +267,12 @@ def test_refuses_quantised_experts(fields: dict[str, Any], message: str, rng: to
 
 
 def test_refuses_unknown_activation(rng: torch.Generator) -> None:
-    with pytest.raises(NotImplementedError, match="situ"):
-        refused(rng, activation="situ")
+    with pytest.raises(NotImplementedError, match='no kernel for "relu"'):
+        refused(rng, activation="relu")
 
 
 def test_every_field_of_this_release_is_known() -> None:
-    """Or is one of those that SGLang sets for DeepGEMM and GGUF alone."""
+    """A field may also be one that SGLang sets for DeepGEMM and GGUF alone."""
     unknown = {name for name, _ in _unknown_fields(MoeRunnerConfig)}
     assert unknown <= {"use_tp_all_gather_activation", "silu_mul_keep_fp32"}
 
@@ -285,7 +314,7 @@ def test_refuses_inplace_without_combine(rng: torch.Generator) -> None:
 
 
 def test_refuses_tokens_of_an_all_to_all(rng: torch.Generator) -> None:
-    """DeepEP's formats have no topk_output: a message instead of a missing attribute."""
+    """DeepEP's formats have no topk_output: the error is a message instead of a missing attribute."""
     deepep = SimpleNamespace(hidden_states=torch.zeros(1, 4, 128), topk_ids=None, masked_m=None)
     with pytest.raises(NotImplementedError, match=r"tokens in SimpleNamespace; served are --moe-a2a-backend none"):
         refused(rng, dispatched=deepep)

@@ -18,7 +18,7 @@ from oxmoe.sglang import capabilities, collective, setting
 from ranks import Crew, Rank, check_norm, crc, draw, same_bits, seed_of, total
 
 if find_spec("sglang") is None:
-    # Not imported here: the ranks set OXMOE_SGLANG first.
+    # SGLang is not imported here, because the ranks set OXMOE_SGLANG first.
     pytest.skip("needs sglang", allow_module_level=True)
 
 NAMES = tuple(sorted(capabilities.schemas()))
@@ -48,7 +48,7 @@ def process(**environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_schemas_are_sglangs() -> None:
-    """The same process twice: with SGLang's own definitions, and with ours in their place."""
+    """A process runs twice: with SGLang's own definitions, and with oxmoe's in their place."""
     theirs, ours = process(OXMOE_SGLANG=""), process(OXMOE_SGLANG="allreduce")
     assert theirs.returncode == 0 and ours.returncode == 0, theirs.stderr + ours.stderr
     names = " ".join(NAMES)
@@ -60,7 +60,8 @@ def test_schemas_are_sglangs() -> None:
 
 
 def test_operators_that_sglang_has_already_are_an_error() -> None:
-    """SGLANG_PLUGINS without oxmoe at import, then the plugin all the same: too late, and it says so."""
+    """SGLang is imported with SGLANG_PLUGINS without oxmoe, and then the plugin is called: it is too late, and says
+    so."""
     code = (
         "from sglang.srt.layers import flashinfer_comm_fusion; import os; os.environ['OXMOE_SGLANG'] = 'allreduce';"
         "import oxmoe.sglang; oxmoe.sglang.plugin()"
@@ -97,9 +98,9 @@ _stack = ExitStack()
 
 
 def start(me: Rank) -> None:
-    """SGLang's groups on this rank: 4 ranks of attention, pairs of expert parallelism."""
+    """Makes SGLang's groups on this rank: 4 ranks of attention, pairs of expert parallelism."""
     os.environ[setting.SETTING] = "allreduce"
-    # As a model's file does: SGLang looks for platforms with the first of its layers, and calls oxmoe's entry point.
+    # A model's file does this: with the first of its layers SGLang looks for platforms, and calls oxmoe's entry point.
     importlib.import_module("sglang.srt.layers.layernorm")
     importlib.import_module("sglang.srt.layers.flashinfer_comm_fusion")
     assert collective.defined() == NAMES
@@ -109,7 +110,7 @@ def start(me: Rank) -> None:
     parallel_state.init_distributed_environment(world_size=4, rank=me.rank, local_rank=me.rank, backend="gloo")
 
     def group(name: str, *ranks: list[int]) -> Any:
-        # Without NCCL, which initialize_model_parallel would ask for.
+        # The group is made without NCCL, which initialize_model_parallel would ask for.
         return parallel_state.init_model_parallel_group(
             list(ranks), me.rank, "gloo", use_pynccl=False, use_custom_allreduce=False, group_name=name
         )
@@ -128,7 +129,7 @@ def start(me: Rank) -> None:
 
 
 def fused(me: Rank, seed: int, tokens: int, hidden: int, attention: bool, dtype: torch.dtype) -> Any:
-    """(what is wrong, checksums) of the operator through SGLang's function."""
+    """Returns (what is wrong, checksums) of the operator through SGLang's function."""
     from sglang.srt.layers import flashinfer_comm_fusion as fusion
 
     group = collective.group_of(attention)
@@ -162,7 +163,7 @@ def test_fused_operator(four: Crew, attention: bool, dtype: torch.dtype, rng: to
 
 
 def larger(me: Rank, seed: int) -> list[str]:
-    """More tokens than the workspace was made for: another is made by all ranks; the old one stays for graphs."""
+    """With more tokens than the workspace was made for, all ranks make another one; the old one stays for graphs."""
     before = list(collective._outgrown)
     operator = torch.ops.sglang.flashinfer_allreduce_residual_rmsnorm
     wrong = []
@@ -195,7 +196,7 @@ def test_plain_operator(four: Crew, rng: torch.Generator) -> None:
 
 
 def on_two_hosts(me: Rank, seed: int) -> list[Any]:
-    """(what is wrong, lines of the log) of the operators where ranks 2 and 3 say that they are on another host."""
+    """Returns (what is wrong, lines of the log) of the operators if ranks 2 and 3 say that they are on another host."""
     import logging
     from unittest.mock import patch
 
@@ -203,7 +204,7 @@ def on_two_hosts(me: Rank, seed: int) -> list[Any]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     name = f"host-{me.rank // 2}"
-    # Integers, so that no order of the sum rounds.
+    # Numbers are integers, so that no order of the sum rounds.
     parts = [draw(seed, f"hosts {rank}", 5, 64).mul(8).round() for rank in range(4)]
     residual, gamma = torch.ones(5, 64), draw(seed, "gamma", 64)
     collective.logger.addHandler(handler)
@@ -232,14 +233,14 @@ def on_two_hosts(me: Rank, seed: int) -> list[Any]:
 
 
 def test_a_group_that_spans_hosts(four: Crew, rng: torch.Generator) -> None:
-    """Said by name once, and summed without oxmoe's kernels: no hang, no end."""
+    """The log names such a group once, and it is summed without oxmoe's kernels: it neither hangs nor ends."""
     for wrong, lines in four.run(on_two_hosts, seed_of(rng)):
         assert wrong == []
         assert len(lines) == 1 and "several hosts (host-0, host-1)" in lines[0]
 
 
 def traced(me: Rank) -> list[tuple[int, ...]]:
-    """Shapes without computing: what torch.compile and graph capture on meta tensors ask."""
+    """Returns shapes without computing, as torch.compile and graph capture on meta tensors ask for them."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():

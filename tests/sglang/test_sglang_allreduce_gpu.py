@@ -18,7 +18,7 @@ from oxmoe.sglang import capabilities, collective, setting
 from ranks import Crew, Rank, check_norm, crc, draw, raised, same_bits, seed_of
 
 if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
-    # Not imported here: the ranks set OXMOE_SGLANG first.
+    # SGLang is not imported here, because the ranks set OXMOE_SGLANG first.
     pytest.skip("needs sglang and sgl_kernel", allow_module_level=True)
 
 NAMES = tuple(sorted(capabilities.schemas()))
@@ -39,7 +39,7 @@ _stack = ExitStack()
 
 
 def start(me: Rank) -> None:
-    """SGLang's groups of a server with --tp-size 2 --ep-size 2, with NCCL beneath; no multicast anywhere."""
+    """Makes SGLang's groups of a server with --tp-size 2 --ep-size 2, with NCCL beneath; no multicast anywhere."""
     os.environ.update({setting.SETTING: "allreduce", "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
     importlib.import_module("sglang.srt.layers.layernorm")
     importlib.import_module("sglang.srt.layers.flashinfer_comm_fusion")
@@ -74,13 +74,13 @@ def start(me: Rank) -> None:
 
 
 def given(me: Rank, seed: int, tokens: int, hidden: int, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's rows, residual and gamma."""
+    """Returns this rank's rows, residual and gamma."""
     shapes = {f"input {me.rank}": (tokens, hidden), "residual": (tokens, hidden), "gamma": (hidden,)}
     return [draw(seed, name, *shape, dtype=dtype).cuda() for name, shape in shapes.items()]
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """NCCL's sum."""
+    """Returns NCCL's sum."""
     total = x.clone()
     if total.numel():
         dist.all_reduce(total, group=group.device_group)
@@ -88,7 +88,7 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 def compare(group: Any, operands: list[Tensor], norm: Tensor, residual_out: Tensor) -> list[str]:
-    """What differs from NCCL's sum, an addition and the norm."""
+    """Returns what differs from NCCL's sum, an addition and the norm."""
     x, residual, gamma = operands
     total = summed(x, group)
     expected = (total.float() + residual.float()).to(x.dtype)
@@ -97,7 +97,7 @@ def compare(group: Any, operands: list[Tensor], norm: Tensor, residual_out: Tens
 
 
 def operator(operands: list[Tensor], attention: bool, **options: Any) -> tuple[Tensor, Tensor]:
-    """As SGLang calls it."""
+    """Calls the operator as SGLang does."""
     from sglang.srt.layers import flashinfer_comm_fusion as fusion
 
     with torch.no_grad():
@@ -133,7 +133,8 @@ def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 
 def replayed(me: Rank, seed: int) -> list[str]:
-    """A graph of several calls; replays follow what the operands hold, also after the workspace was outgrown."""
+    """Replays a graph of several calls. Replays follow what the operands hold, also after the workspace was
+    outgrown."""
     hidden, dtype, wrong = 2880, torch.bfloat16, []
     group = collective.group_of(True)
     operands = given(me, seed, 8, hidden, dtype)
@@ -159,7 +160,7 @@ def test_graph_and_outgrown_workspace(pair: Crew, rng: torch.Generator) -> None:
 
 
 def unprepared(me: Rank, seed: int) -> str:
-    """The first call of its kind inside a capture."""
+    """The first call of its kind is inside a capture."""
     operands = given(me, seed, 4, 1280, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()
 
@@ -176,7 +177,7 @@ def test_capture_without_a_call_before(pair: Crew, rng: torch.Generator) -> None
 
 
 def never_declines(me: Rank, seed: int) -> list[str]:
-    """What flashinfer's kernel declines is summed all the same; what cannot be summed raises."""
+    """Operands that flashinfer's kernel declines are summed all the same; operands that cannot be summed raise."""
     group, wrong = collective.group_of(True), []
     for tokens, hidden, options in (
         (5, 24, {}),
@@ -191,7 +192,7 @@ def never_declines(me: Rank, seed: int) -> list[str]:
             wrong.append(f"{tokens} x {hidden}, {options}: {results}")
             continue
         wrong += [f"{tokens} x {hidden}, {options}: {what}" for what in compare(group, operands, *results)]
-    # Rows that are not contiguous.
+    # The rows are not contiguous.
     x, residual, gamma = given(me, seed, 6, 5760, torch.bfloat16)
     strided = [x[:, ::2], residual[:, ::2], gamma[::2]]
     wrong += [f"strided: {what}" for what in compare(group, strided, *operator(strided, True))]

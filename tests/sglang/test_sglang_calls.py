@@ -32,7 +32,7 @@ def _watched(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) 
 
 
 def model(count: int, rng: torch.Generator, **options: Any) -> nn.ModuleList:
-    """Layers of a model, each with its number."""
+    """Returns layers of a model, each with its number."""
     return nn.ModuleList(
         fused_moe(operands(SHAPE, 1, "cpu", rng)[0], layer_id=number, **options) for number in range(count)
     )
@@ -55,7 +55,7 @@ def test_layers_are_counted_once(rng: torch.Generator, caplog: pytest.LogCapture
 
 
 def test_layers_before_the_watch_do_not_count(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:
-    """A layer that was checked by itself, and is alive still, is none of a server's."""
+    """A layer that was checked before the watch, and is still alive, belongs to no server."""
     layers.unwatch()
     alone = fused_moe(operands(SHAPE, 1, "cpu", rng)[0])
     layers.check_layer(alone)
@@ -105,7 +105,7 @@ def test_other_ranks_say_nothing(
 
 
 def test_a_layer_that_runs_on_something_else_is_an_error(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its method is ours, and SGLang does not ask it."""
+    """The layer's method is oxmoe's, and SGLang does not ask it."""
     (layer,) = model(1, rng)
     monkeypatch.setattr(layer.quant_method, "apply", lambda layer, dispatch_output: dispatch_output)
     monkeypatch.setattr(layer.dispatcher, "combine", lambda combine_input, **_: combine_input.hidden_states)

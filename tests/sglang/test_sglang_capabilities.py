@@ -1,4 +1,5 @@
-"""What oxmoe finds in the installed SGLang's sources, which releases it serves, and what a newer one must have."""
+"""Capabilities that oxmoe finds in the installed SGLang's sources, the releases it serves, and the names that a newer
+one needs."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ of_newest = pytest.mark.skipif(not NEWEST, reason="says what the newest release 
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """What was read of a folder, for a test with another folder; what that test read is forgotten, too."""
+    """Forgets what was read of a folder, for a test with another folder, and what that test read."""
     cached = [function for function in vars(sources).values() if hasattr(function, "cache_clear")]
     for function in cached:
         function.cache_clear()
@@ -59,7 +60,7 @@ def test_versions_that_nobody_can_order() -> None:
         capabilities.order("main")
 
 
-# What is there
+# Names
 
 
 def test_this_release_is_served() -> None:
@@ -68,7 +69,7 @@ def test_this_release_is_served() -> None:
 
 
 def test_names_are_sglangs() -> None:
-    """What is read of sources is what modules have when they are imported."""
+    """The names that are read of sources are those of the imported modules."""
     for module in ("srt.layers.moe.moe_runner", "srt.layers.moe.moe_runner.base", "srt.layers.quantization.fp8"):
         there = set(dir(importlib.import_module(f"sglang.{module}")))
         found = {name for name in sources.names(module) if not name.startswith("_")}
@@ -76,7 +77,7 @@ def test_names_are_sglangs() -> None:
 
 
 def type_checking(module: str) -> set[str]:
-    """Names that a module imports for type checkers alone."""
+    """Returns names that a module imports for type checkers alone."""
     tree = ast.parse(Path(str(importlib.import_module(f"sglang.{module}").__file__)).read_text())
     blocks = [node for node in tree.body if isinstance(node, ast.If)]
     return {name for block in blocks for node in block.body for name in sources._bound(node)}
@@ -95,11 +96,11 @@ def test_capabilities_are_sglangs() -> None:
 
 
 def test_schemas_are_sglangs() -> None:
-    """What is made of the sources is what SGLang has made of its functions in this process."""
+    """The schemas that are made of the sources are those of SGLang's own operators in this process."""
     for module in ("srt.layers.flashinfer_comm_fusion", "srt.distributed.parallel_state"):
         importlib.import_module(f"sglang.{module}")
     found = {name: str(getattr(torch.ops.sglang, name).default._schema) for name in capabilities.schemas()}
-    # Parsed, as 1e-06 is written in another way.
+    # Schemas are compared parsed, because torch writes 1e-06 in another way.
     ours = {name: torch._C.parse_schema(f"sglang::{schema}") for name, schema in capabilities.schemas().items()}
     assert found == {name: str(schema) for name, schema in ours.items()}
     assert (capabilities.PLAIN in found) is hasattr(torch.ops.sglang, capabilities.PLAIN)
@@ -126,7 +127,7 @@ def test_a_newer_adapter_has_more() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process with OXMOE_SGLANG=moe,allreduce and a release after the newest that is served."""
+    """Sets up a process with OXMOE_SGLANG=moe,allreduce and a release after the newest that is served."""
     monkeypatch.setenv(setting.SETTING, "moe,allreduce")
     monkeypatch.setattr(oxmoe.sglang, "sglang_version", lambda: "0.99.1")
     monkeypatch.setattr(oxmoe.sglang, "_active", {})
@@ -155,7 +156,7 @@ def test_a_newer_release_starts_with_one_warning(
 
 
 def needed() -> list[tuple[str, str, str]]:
-    """(module, class or "", name) of everything that a newer release must have."""
+    """Returns (module, class or "", name) of everything that a newer release must have."""
     found = {}
     for part in PARTS:
         for place, wanted in capabilities.NEEDS[part].items():
@@ -178,7 +179,7 @@ def test_a_newer_release_without_a_name_is_refused(
         monkeypatch.setattr(sources, "names", lambda of: names(of) - ({name} if of == module else set()))
     place = f"{module}:{owner}" if owner else module
     if name == "register_moe_runner_core":
-        # Then flashinfer_mxfp4 is no part either, and the rest is still named.
+        # flashinfer_mxfp4 is then no part either, and the other names are still reported.
         assert "flashinfer_mxfp4" not in capabilities.swaps()["moe"]
     words = (
         f"SGLang 0.99.1 is newer than {capabilities.LAST}, .* has not what oxmoe takes over there: .*{name} in {place}"
@@ -225,7 +226,7 @@ def test_changed_sources_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """In a copy of the files that are read, one of them changed."""
+    """The test has a copy of the files that are read, one of them changed."""
     theirs = Path(next(iter(importlib.import_module("sglang").__path__)))
     for path in read_files(theirs):
         copied = tmp_path / path.relative_to(theirs)

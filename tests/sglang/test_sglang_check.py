@@ -1,4 +1,4 @@
-"""What `python -m oxmoe check` says is what SGLang's layer classes do with oxmoe's quantization."""
+"""`python -m oxmoe check` says what SGLang's layer classes do with oxmoe's quantization."""
 
 from __future__ import annotations
 
@@ -95,16 +95,16 @@ def checked(folder: Path, config: Config, capsys: pytest.CaptureFixture[str], *a
 
 
 def fill(module: torch.nn.Module) -> None:
-    """Weights of zeros with scales of one, in place of a checkpoint."""
+    """Fills weights with zeros and scales with one, in place of a checkpoint."""
     for name, parameter in module.named_parameters():
         if parameter.dtype == torch.float32:
             parameter.data.fill_(1)
-        elif "g_idx" not in name:  # as it is where a checkpoint has none
+        elif "g_idx" not in name:  # a parameter without a tensor in the checkpoint stays as it is
             parameter.data.view(torch.uint8).zero_()
 
 
 def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
-    """Loads SGLang's layer as a server would; why that cannot be, or None."""
+    """Loads SGLang's layer as a server would. Returns why that cannot be, or None."""
     try:
         if quantised is not None and quantised["quant_method"] == "modelopt":
             name = "modelopt_fp8" if quantised["quant_algo"] == "FP8" else "modelopt_fp4"
@@ -132,6 +132,48 @@ def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
     except (AssertionError, NotImplementedError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+MIXTURE = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
+OF_FP8 = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "FP8"}}
+OF_NVFP4 = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+# What hf_quant_config.json says -> the words by which `check` names the format or its refusal.
+BESIDE: dict[str, tuple[Config, dict[str, str]]] = {
+    "no layers": (MIXTURE, {"w4afp8": "int4 of W4AFP8"}),
+    "empty layers": ({**MIXTURE, "quantized_layers": {}}, {"w4afp8": "int4 of W4AFP8"}),
+    "fp8 layers": ({**MIXTURE, "quantized_layers": OF_FP8}, {"w4afp8": "takes it for W4AFP8"}),
+    "NVFP4 layers": (
+        {**MIXTURE, "quantized_layers": OF_NVFP4},
+        {"w4afp8": "takes it for W4AFP8", "modelopt_mixed": "NVFP4 of ModelOpt"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json"])
+def test_mixtures_are_read_as_sglang_reads_them(
+    place: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.weight_utils import get_quant_config
+
+    said, words = BESIDE[name]
+    config = qwen3_30b(None) | {"model_type": "qwen3_moe", "num_attention_heads": 32, "vocab_size": 64}
+    if place == "config.json":
+        config["quantization_config"] = {**said, "quant_method": "modelopt"}
+    else:
+        (tmp_path / place).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with server():
+        model = ModelConfig(model_path=str(tmp_path), dtype="bfloat16")
+        found = get_quant_config(model, LoadConfig(), {})
+    __main__.main(["check", str(tmp_path), "--sglang", VERSION, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    answers = [*report["refused"], *(kind["format"] for kind in report["kinds"] if kind["kind"] == "moe")]
+    assert found.get_name() == model.quantization and any(words[model.quantization] in answer for answer in answers)
+    assert model.quantization != "w4afp8" or found.get_min_capability() == 90
+    assert report["served"] is ("takes it" not in words[model.quantization])
 
 
 def small(config: Config, shape: Shape, intermediate: str) -> Config:
@@ -178,7 +220,7 @@ def test_ranks(name: str, tp: int, ep: int, tmp_path: Path, capsys: pytest.Captu
 
 @pytest.mark.parametrize("name", ["fp8 one scale", "fp8 static", "channel", "tensor", "tensor, static"])
 def test_sizes_are_refused_before_a_checkpoint_is_read(name: str) -> None:
-    """While SGLang builds the layer, which says what to do."""
+    """The error comes while SGLang builds the layer, and says what to do."""
     message = "must be a multiple of 128 and .* one of 16, got intermediate_size of a rank 200; start with --ep-size"
     quantised = QUANTISED[name]
     assert quantised is not None
@@ -194,7 +236,7 @@ def test_sizes_are_refused_before_a_checkpoint_is_read(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8 blocks", "compressed blocks"])
 @pytest.mark.parametrize("intermediate", [192, 160])
 def test_blocks_that_ranks_cut_are_refused_before_a_checkpoint_is_read(name: str, intermediate: int) -> None:
-    """Qwen3-235B's, MiniMax-M2's and Step-3.5's on eight ranks."""
+    """The sizes are Qwen3-235B's, MiniMax-M2's and Step-3.5's on eight ranks."""
     message = f"must be multiples of 128, got intermediate_size of a rank {intermediate}; start with --ep-size"
     quantised = QUANTISED[name]
     assert quantised is not None
@@ -265,7 +307,7 @@ def test_layers_that_compressed_tensors_leave(ignored: list[str]) -> None:
     ids=str,
 )
 def test_config_groups(targets: list[str]) -> None:
-    """The name that SGLang finds, after it has added FusedMoE where Linear is."""
+    """The rule gives the name that SGLang finds after it has added FusedMoE if Linear is there."""
     added = [*targets, "FusedMoE", "DeepEPMoE"] if "Linear" in targets and "FusedMoE" not in targets else targets
     layer: Any = type("FusedMoE", (SimpleNamespace,), {})()
     for name in (f"{name}.0.gate_proj" for name in NAMES):

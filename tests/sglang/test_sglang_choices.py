@@ -1,4 +1,4 @@
-"""What SGLang wants of a layer beside its result: the experts that were chosen, and where the output lies."""
+"""Results that SGLang wants of a layer beside its output: the experts that were chosen, and where the output lies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_chosen_experts_are_observed(observer: str, rng: torch.Generator, monkey
         monkeypatch.setattr(module_of_name, name, lambda: seen)
     layer, x, _, _ = operands(SHAPE, 9, "cpu", rng)
     logits = torch.randn((9, SHAPE.experts), generator=rng)
-    # SGLang's kernels for CUDA are not here.
+    # The choice is made in torch, because SGLang's kernels for CUDA cannot run here.
     bypassed = BypassedTopKOutput(x, logits, TopKConfig(top_k=SHAPE.top_k, torch_native=True))
     with server():
         module = fused_moe(layer)
@@ -72,7 +72,8 @@ def test_chosen_experts_are_observed(observer: str, rng: torch.Generator, monkey
 def test_the_output_is_in_symmetric_memory(
     padded: bool, enabled: bool, ranks: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """--enable-symm-mem, under the conditions of SGLang's own runners, in a stand-in pool; intermediates are not."""
+    """With --enable-symm-mem, under the conditions of SGLang's own runners, the output lies in a stand-in pool;
+    intermediates do not."""
     layer, x, weights, ids = operands(SHAPE, 9, "cpu", rng)
     topk = StandardTopKOutput(weights, ids, None)
     group, pool = SimpleNamespace(world_size=ranks), []

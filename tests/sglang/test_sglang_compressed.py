@@ -49,7 +49,7 @@ def _installed() -> None:
 
 
 def checkpoint(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """A quantization_config as llm-compressor writes it."""
+    """Returns a quantization_config as llm-compressor writes it."""
     arguments = {"type": "float", "symmetric": True, "dynamic": False}
     group = {
         "targets": ["Linear"],
@@ -84,7 +84,7 @@ MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 def empty_layer(
     shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, *, of: str = "oxmoe", **options: Any
 ) -> FusedMoE:
-    """of: the quantization whose checkpoint it is."""
+    """Makes a layer without weights. of: the quantization whose checkpoint it is."""
     quant_config = get_quantization_config(of).from_config(copy.deepcopy(config))
     with torch.device(device):
         return FusedMoE(
@@ -100,7 +100,7 @@ def empty_layer(
 
 
 def load(module: FusedMoE, tensors: dict[str, Callable[[int, str], Tensor]]) -> None:
-    """By SGLang's own loader, a checkpoint's tensors of (expert, shard), expert by expert."""
+    """Loads a checkpoint's tensors of (expert, shard) by SGLang's own loader, expert by expert."""
     for expert in range(module.num_experts):
         for suffix, tensor in tensors.items():
             for shard in ("w1", "w3", "w2"):
@@ -111,7 +111,7 @@ def load(module: FusedMoE, tensors: dict[str, Callable[[int, str], Tensor]]) -> 
 
 
 def parts(w13: Tensor, w2: Tensor) -> Callable[[int, str], Tensor]:
-    """Gate's, up's and down's part of [E, 2, ...] or [E, 2I, ...] and [E, ...]."""
+    """Returns a function that gives the part of gate, up or down of [E, 2, ...] or [E, 2I, ...] and [E, ...]."""
     return lambda expert, shard: w2[expert] if shard == "w2" else w13[expert].chunk(2)[shard == "w3"]
 
 
@@ -119,7 +119,7 @@ def fp8_tensors(layer: Fp8Tensor, mode: str) -> dict[str, Callable[[int, str], T
     tensors = {"weight": parts(layer.w13, layer.w2), "weight_scale": parts(layer.w13_scale, layer.w2_scale)}
     if mode == "static":
         of_experts = [layer.w13_scale.new_full((), float(scale)) for scale in (layer.a13_scale, layer.a2_scale)]
-        # The largest counts.
+        # The largest scale counts.
         tensors["input_scale"] = lambda expert, shard: of_experts[shard == "w2"] * (1 if expert == 5 else 0.5)
     return tensors
 
@@ -138,8 +138,9 @@ def routed(tokens: int, device: str, rng: torch.Generator) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("name", MODES)
 def test_fp8(device: str, name: str, tokens: int, options: dict[str, Any], rng: torch.Generator) -> None:
-    """Gate and up with scales of their own, which SGLang's methods make one; the bits of ExpertWeights.fp8_tensor, and
-    for few tokens those of the same tokens among 33: the numbers of one token are too few for the reference's bar."""
+    """Gate and up have scales of their own, which SGLang's methods make one. The bits are those of
+    ExpertWeights.fp8_tensor. Few tokens have the bits of the same tokens among 33, because one token has too few
+    numbers for the reference's bar."""
     config, mode = MODES[name]
     layer = drawn(name, device, rng)
     x, (weights, ids, topk) = layer.x(33, rng), routed(33, device, rng)
@@ -161,7 +162,7 @@ def test_fp8(device: str, name: str, tokens: int, options: dict[str, Any], rng: 
 def test_parts_of_ranks_that_end_inside_a_block(
     device: str, name: str, intermediate: int, rng: torch.Generator
 ) -> None:
-    """The bits of ExpertWeights.fp8_tensor on the parameters' own weights."""
+    """The layer has the bits of ExpertWeights.fp8_tensor on the parameters' own weights."""
     shape, (config, mode) = dataclasses.replace(SHAPE, intermediate=intermediate), MODES[name]
     layer = drawn(name, device, rng, shape)
     with server():
@@ -194,7 +195,7 @@ def test_blocks(device: str, tokens: int, rng: torch.Generator) -> None:
 
 
 def nvfp4_layer(shape: Shape, device: str, rng: torch.Generator) -> tuple[Nvfp4, dict[str, Any]]:
-    """A layer and its checkpoint, which has the numbers that global scales divide by."""
+    """Returns a layer and its checkpoint, which has the numbers that global scales divide by."""
     layer = make_nvfp4(shape, rng)
     divisors = 1 / layer.w13_global, 1 / layer.w2_global
     moved = {
@@ -216,7 +217,7 @@ def nvfp4_layer(shape: Shape, device: str, rng: torch.Generator) -> tuple[Nvfp4,
 @pytest.mark.parametrize("intermediate", [384, 176])
 @pytest.mark.parametrize("config", [W4A16, W4A4], ids=["w4a16", "w4a4"])
 def test_nvfp4(device: str, config: dict[str, Any], intermediate: int, rng: torch.Generator) -> None:
-    """Gate and up with global scales of their own, of which SGLang refuses those that differ; bf16 activations."""
+    """Gate and up have global scales of their own, which SGLang refuses if they differ; activations are bf16."""
     shape = Shape("sglang-nvfp4", 8, 1, 256, intermediate)
     layer, tensors = nvfp4_layer(shape, device, rng)
     if config is W4A4:
@@ -235,7 +236,8 @@ def test_nvfp4(device: str, config: dict[str, Any], intermediate: int, rng: torc
 @pytest.mark.gpu
 @only_nvfp4
 def test_nvfp4_is_in_memory_once(rng: torch.Generator) -> None:
-    """Parameters have the packed weights' memory; after an update addresses are as before and weights are the new."""
+    """Parameters have the packed weights' memory. After an update addresses are as before, and weights are the new
+    ones."""
     shape = Shape("sglang-nvfp4", 8, 1, 256, 384)
     x = make_x(33, shape, torch.bfloat16, "cuda", rng)
     ids = torch.randint(shape.experts, (33, 1), generator=rng).int().cuda()
@@ -269,7 +271,7 @@ def test_weights_are_updated_in_place(device: str, name: str, intermediate: int,
         load(module, fp8_tensors(layers[0], mode))
         addresses = addresses_of(module.quant_method.weights)
         if mode == "static":
-            # SGLang's loader refuses another scale than the one that is there.
+            # SGLang's loader refuses a scale other than the one that is there.
             for parameter in (module.w13_input_scale, module.w2_input_scale):
                 parameter.data.fill_(1)
         module.quant_method.restore_weights_before_loading(module)
@@ -313,7 +315,7 @@ INT4 = changed(CHANNEL, type="int", num_bits=4, strategy="group", group_size=128
         (INT4, None, None),
         ({**CHANNEL, "config_groups": {}}, None, None),
         ({**CHANNEL, "config_groups": {**CHANNEL["config_groups"], "1": INT4["config_groups"]["group_0"]}}, None, None),
-        # Forms that a config's numbers and names should not have.
+        # These forms are not those that a config's numbers and names should have.
         ({**CHANNEL, "config_groups": [CHANNEL["config_groups"]["group_0"]]}, None, None),
         ({**CHANNEL, "config_groups": {"0": "weights"}}, None, None),
         ({**CHANNEL, "config_groups": {"0": {"weights": [8, "float"]}}}, None, None),
@@ -362,7 +364,7 @@ def test_projections_of_different_schemes() -> None:
 
 @pytest.mark.parametrize("name", MODES)
 def test_dispatchers_are_told(name: str, rng: torch.Generator) -> None:
-    """How activations are scaled is nothing to an all-to-all, which brings bf16."""
+    """An all-to-all brings bf16, whatever the scales of activations are."""
     told: list[dict[str, Any]] = []
     layer = SimpleNamespace(dispatcher=SimpleNamespace(set_quant_config=told.append))
     with server(a2a="deepep"):
@@ -374,7 +376,7 @@ TWO = {"tp_size": 2, "attn_tp_size": 2}
 
 
 def rank(number: int, of: str) -> dict[str, int]:
-    """A server in a context: one of two ranks that share experts' columns (moe_tp) or the experts (moe_ep)."""
+    """Returns a server's context: one of two ranks that share experts' columns (moe_tp) or the experts (moe_ep)."""
     return {**TWO, "tp_rank": number, "attn_tp_rank": number, f"{of}_size": 2, f"{of}_rank": number}
 
 
@@ -413,7 +415,7 @@ def test_tensor_parallel_rank(name: str, share: int, number: int, rng: torch.Gen
 @only_cores
 @pytest.mark.parametrize("name", ["channel", "static", OF_NVFP4])
 def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
-    """The second of two: its experts' tensors and ids."""
+    """The layer is that of the second of two ranks: its experts' tensors and ids."""
     half = SHAPE.experts // 2
     x, (weights, ids, _) = make_x(9, SHAPE, torch.bfloat16, "cpu", rng), routed(9, "cpu", rng)
     with server(**rank(1, "moe_ep")):
@@ -426,7 +428,7 @@ def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
             module, tensors, made = empty_layer(SHAPE, config, "cpu"), fp8_tensors(layer, mode), layer.weights(mode)
         load(module, tensors)
         assert module.quant_method.weights.num_experts == half
-        # As the dispatcher makes them, which needs a GPU.
+        # The ids are those that the dispatcher would make, which needs a GPU.
         local = StandardTopKOutput(weights, torch.where(ids >= half, ids - half, -1).int(), None)
         result = module.quant_method.apply(module, StandardDispatchOutput(x, None, local)).hidden_states
     theirs = torch.where(ids >= half, ids, -1).int()
@@ -436,7 +438,7 @@ def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["channel", "static", "fp8-static", OF_NVFP4])
 def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
-    """DeepEP's tokens in both modes: the bits of `moe`."""
+    """DeepEP's tokens in both modes give the bits of `moe`."""
     with server():
         if name == "nvfp4":
             nvfp4, tensors = nvfp4_layer(SHAPE, "cpu", rng)
@@ -453,7 +455,7 @@ def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
         check_dispatched(
             lambda dispatched: module.quant_method.apply(module, dispatched),
             made,
-            lambda *operands: torch.empty(0),  # of GPUs
+            lambda *operands: torch.empty(0),  # stands for a call on GPUs
             x,
             (weights, ids),
             SHAPE.experts,

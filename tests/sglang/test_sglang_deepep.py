@@ -1,5 +1,5 @@
-"""Tokens of SGLang's all-to-all dispatchers on oxmoe's experts, in both of its versions, without the all-to-all: what
-it would send is compared with `dispatch_dtype`, what it would bring is made here."""
+"""Tokens of SGLang's all-to-all dispatchers on oxmoe's experts, in both of its versions, without the all-to-all. The
+tokens that it would send are compared with `dispatch_dtype`; those that it would bring are made here."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _installed() -> None:
     installed()
 
 
-# What is sent
+# Tokens that are sent
 
 
 def test_sglangs_names() -> None:
@@ -96,7 +96,7 @@ class _Buffer:
 
 
 def sent(runner: str, quant_config: dict[str, Any]) -> dict[str, Any]:
-    """The options with which SGLang's own dispatcher calls DeepEP."""
+    """Returns the options with which SGLang's own dispatcher calls DeepEP."""
     implementation = sglang_deepep._DeepEPDispatcherImplLowLatency
     dispatcher, buffer = implementation.__new__(implementation), _Buffer()
     dispatcher.num_max_dispatch_tokens_per_rank, dispatcher.num_experts = 16, 8
@@ -113,7 +113,7 @@ def sent(runner: str, quant_config: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Layer:
-    """What tell_dispatcher sets."""
+    """The attributes of a layer that tell_dispatcher sets."""
 
     def __init__(self) -> None:
         self.dispatcher = self
@@ -157,7 +157,7 @@ def test_what_oxmoe_asks_for(weights: str) -> None:
 
 
 def test_the_mix_up() -> None:
-    """fp8's options on a bf16 or NVFP4 dispatch: one error with what is needed and what was given."""
+    """fp8's options on a bf16 or NVFP4 dispatch are one error with what is needed and what was given."""
     wrong = {"use_fp8": False, "round_scale": True, "use_ue8m0": True, "async_finish": False}
     words = (
         "options: flashinfer_cutedsl with nvfp4 weights behind --moe-a2a-backend deepep (low_latency) takes a bf16 "
@@ -173,7 +173,7 @@ def test_the_mix_up() -> None:
         dispatch_dtype("deepep", "flashinfer_cutedsl", options={**wrong, "use_nvfp4": True}, nvfp4=True, **given)
     with pytest.raises(ValueError, match="needed use_fp8=True; given use_fp8=False"):
         dispatch_dtype("deepep", weights="fp8_block", mode="low_latency", options={"use_fp8": False}, version=VERSION)
-    # Switched off they ask for nothing.
+    # Options that are switched off ask for nothing.
     dispatch_dtype("deepep", "flashinfer_cutedsl", options={**wrong, "round_scale": False, "use_ue8m0": False}, **given)
 
 
@@ -184,7 +184,24 @@ def test_the_mix_up() -> None:
         (("deepep", "triton"), {"weights": "bf16", "mode": "normal"}, ValueError, "alone; got 'triton'"),
         (("deepep",), {"weights": "int8", "mode": "normal"}, ValueError, "oxmoe behind .* takes bf16, .*; got 'int8'"),
         (("deepep", "flashinfer_cutedsl"), {"weights": "nvfp4", "mode": "normal"}, ValueError, "takes 'low_latency'"),
-        (("mooncake",), {"weights": "mxfp4"}, ValueError, "mooncake .* always sends fp8, but oxmoe with mxfp4"),
+        (
+            ("mooncake",),
+            {"weights": "mxfp4"},
+            ValueError,
+            r"mooncake .* always sends fp8, but oxmoe with mxfp4 .* with another --moe-a2a-backend \(none, .*, pplx\)",
+        ),
+        (
+            ("mooncake",),
+            {"weights": "bf16", "version": "0.5.12.post1"},
+            ValueError,
+            r"--moe-a2a-backend \(none, deepep, nixl\)",
+        ),
+        (
+            ("megamoe",),
+            {"weights": "bf16"},
+            NotImplementedError,
+            "megamoe: not served: its kernel .*; start with one of none, deepep, mooncake, nixl, pplx",
+        ),
         (("deepep",), {"weights": "bf16", "mode": "low_latency", "nvfp4": True}, ValueError, "nvfp4: only of nvfp4"),
         (("none",), {"weights": "bf16", "mode": "normal"}, ValueError, "mode: expected None"),
         (("none",), {"weights": "bf16", "version": "0.4"}, ValueError, "version: expected 0.5.12.post1 to 0.5.23 or n"),
@@ -209,9 +226,9 @@ def test_refused_at_load(a2a: str, weights: str) -> None:
         tell_dispatcher(_Layer(), weights, VERSION)
 
 
-# What comes
+# Tokens that arrive
 
-# FP8's sizes for every format: Hopper's kernels take them. A share of moved elements needs many on a GPU.
+# All formats have FP8's sizes, which Hopper's kernels take. A share of moved elements needs many elements on a GPU.
 TOKENS = {"cpu": 11, "cuda": 64}
 UNTOUCHED = -12345.0
 Truth = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -219,7 +236,7 @@ Truth = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """moe_masked writes into numbers that it does not make."""
+    """Makes moe_masked write into an output of UNTOUCHED, so that rows that it does not write show."""
 
     def masked(x: Tensor, *operands: Any, **options: Any) -> Tensor:
         out = torch.full(x.shape, UNTOUCHED, dtype=torch.bfloat16, device=x.device)
@@ -234,7 +251,7 @@ def routing(device: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def in_rows(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Low latency's layout of tokens: rows [El, m, H], poisoned beyond the counts; counts; each slot's row."""
+    """Returns low latency's layout of tokens: rows [El, m, H], poisoned beyond the counts; counts; each slot's row."""
     given, ids = x.float().cpu(), ids.cpu()
     rows = torch.full((experts, 2 * len(x) + 1, *x.shape[1:]), torch.nan)
     counts, places = torch.zeros(experts, dtype=torch.int32), torch.zeros_like(ids)
@@ -248,7 +265,7 @@ def in_rows(x: Tensor, ids: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def combined(out: Tensor, weights: Tensor, ids: Tensor, places: Tensor) -> Tensor:
-    """The weighted sums that DeepEP's combine makes."""
+    """Returns the weighted sums that DeepEP's combine makes."""
     total = torch.zeros((ids.shape[0], out.shape[-1]), device=out.device)
     for j in range(ids.shape[1]):
         own = out[ids[:, j].clamp(min=0).long(), places[:, j].long()].float() * weights[:, j, None]
@@ -257,7 +274,7 @@ def combined(out: Tensor, weights: Tensor, ids: Tensor, places: Tensor) -> Tenso
 
 
 def low_latency(apply: Any, x: Tensor, x_scale: Tensor | None, topk: tuple[Tensor, Tensor], experts: int) -> Tensor:
-    """What a layer's results in this layout are combined to; x_scale is sent column-major."""
+    """Returns a layer's combined results in this layout; x_scale is sent column-major."""
     weights, ids = topk
     rows, counts, places = in_rows(x, ids, experts)
     scale = None if x_scale is None else in_rows(x_scale, ids, experts)[0].transpose(1, 2).contiguous().transpose(1, 2)
@@ -270,7 +287,7 @@ def low_latency(apply: Any, x: Tensor, x_scale: Tensor | None, topk: tuple[Tenso
 
 
 def agrees(result: Tensor, weights: oxmoe.ExpertWeights, truth: Truth, x: Tensor, topk: tuple[Tensor, Tensor]) -> None:
-    """On CPUs the bits of `moe`, on GPUs close to the reference: truth(x, weights, ids)."""
+    """Checks for the bits of `moe` on CPUs, and on GPUs for results close to the reference truth(x, weights, ids)."""
     if not x.is_cuda:
         assert same_bits(result, oxmoe.moe(x, weights, *topk))
         return
@@ -282,7 +299,7 @@ def agrees(result: Tensor, weights: oxmoe.ExpertWeights, truth: Truth, x: Tensor
 def check(
     apply: Any, made: oxmoe.ExpertWeights, truth: Truth, x: Tensor, topk: tuple[Tensor, Tensor], experts: int
 ) -> None:
-    """Both layouts."""
+    """Checks both layouts."""
     weights, ids = topk
     normal = apply(DeepEPNormalDispatchOutput(x, None, ids.long(), weights, [1] * experts))
     assert isinstance(normal, DeepEPNormalCombineInput)
@@ -330,7 +347,7 @@ def test_runner_of_bf16(device: str, name: str, a2a: str, rng: torch.Generator) 
 @pytest.mark.parametrize("a2a", ["deepep", "mooncake"])
 @pytest.mark.parametrize("name", RUNNERS)
 def test_runner_of_fp8(device: str, name: str, a2a: str, rng: torch.Generator) -> None:
-    """bf16 tokens, and tokens that were quantised before they were sent."""
+    """Tokens are bf16, or were quantised before they were sent."""
     layer = make_fp8(FP8, device, rng)
     x, topk = layer.x(TOKENS[device], rng), routing(device, rng)
     config = MoeRunnerConfig(num_experts=FP8.experts, num_local_experts=FP8.experts, top_k=FP8.top_k)
@@ -356,7 +373,7 @@ def test_runner_of_fp8(device: str, name: str, a2a: str, rng: torch.Generator) -
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("format", ["bf16", "fp8_block", "mxfp8", "mxfp4"])
 def test_methods(device: str, format: str, rng: torch.Generator) -> None:
-    """Whole layers of the quantization "oxmoe", whose dispatchers are told what to bring."""
+    """Whole layers of the quantization "oxmoe" tell their dispatchers what to bring."""
     layer, x, weights, ids = plain_operands(FP8, TOKENS[device], device, rng, "holes")
     scales: dict[str, Tensor] = {}
     with server():
@@ -413,7 +430,7 @@ def test_what_is_refused(rng: torch.Generator) -> None:
 
 
 def test_overlap_is_refused(rng: torch.Generator) -> None:
-    """--enable-single-batch-overlap: SGLang's combine would wait for signals of the down projection."""
+    """With --enable-single-batch-overlap SGLang's combine would wait for signals of the down projection."""
     layer, _, _, _ = plain_operands(SHAPE, 1, "cpu", rng)
     with server():
         module = fused_moe(layer)
@@ -425,14 +442,14 @@ def test_overlap_is_refused(rng: torch.Generator) -> None:
             with pytest.raises(NotImplementedError, match="--enable-single-batch-overlap"):
                 runner_of("deep_gemm", MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2))
         else:
-            # Some releases refuse it for fused functions, too, others would wait for ever.
+            # Some releases refuse an overlap for fused functions, too; in others the combine would wait for ever.
             config = MoeRunnerConfig(num_experts=8, num_local_experts=8, top_k=2)
             with pytest.raises(NotImplementedError, match="--enable-single-batch-overlap"):
                 ADAPTER.fused_experts(None, None, config)
 
 
 def test_a_layer_that_does_not_ask_its_method(rng: torch.Generator) -> None:
-    """SGLang's DeepEPMoE without DeepGEMM, or of 16-bit weights without SGLANG_DEEPEP_BF16_DISPATCH."""
+    """The layer is SGLang's DeepEPMoE without DeepGEMM, or of 16-bit weights without SGLANG_DEEPEP_BF16_DISPATCH."""
     layer, _, _, _ = plain_operands(SHAPE, 1, "cpu", rng)
     with server():
         module = fused_moe(layer)

@@ -64,7 +64,7 @@ def _installed() -> None:
 
 @pytest.mark.parametrize("shape", [FLASH, PRO_TP8, NOT_PACKED_IN_PLACE], ids=lambda shape: shape.name)
 def test_sizes(shape: Shape, device: str, rng: torch.Generator) -> None:
-    """Calls of no token, of one and of some."""
+    """Calls have no token, one token and some."""
     blocks, (x, topk) = drawn(shape, device, rng), given(shape, 6, device, rng)
     weights, ids = topk.topk_weights, topk.topk_ids
     truth, before = expected(blocks, x, weights, ids), x.clone()
@@ -81,11 +81,11 @@ def test_sizes(shape: Shape, device: str, rng: torch.Generator) -> None:
 )
 @pytest.mark.parametrize("pattern", ["holes", "one_expert", "all_holes"])
 def test_layer(backend: str, pattern: str, device: str, rng: torch.Generator) -> None:
-    """With the runners that SGLang, or a user, chooses for this model, and with those that swap fp8's gate and up."""
+    """The runners are those that SGLang, or a user, chooses for this model, and those that swap fp8's gate and up."""
     blocks, (x, topk) = drawn(SMALL, device, rng), given(SMALL, 33, device, rng, pattern)
     with server(backend):
         module = layer_of(blocks)
-        # Where top-k has the factor, a layer must not.
+        # If top-k has the factor, a layer must not apply it.
         factor = 1.0 if module.should_fuse_routed_scaling_factor_in_topk else 1.5
         truth = expected(blocks, x, topk.topk_weights.nan_to_num(), topk.topk_ids, factor=factor)
         close(forward(module, x, topk), truth)
@@ -104,7 +104,7 @@ def test_the_limit_and_the_factor_count(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("scales", [torch.float8_e8m0fnu, torch.uint8, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("codes", [torch.int8, torch.uint8, torch.float4_e2m1fn_x2], ids=str)
 def test_dtypes_of_a_checkpoint(codes: torch.dtype, scales: torch.dtype, rng: torch.Generator) -> None:
-    """All are the same bits; E8M0's whole range too, which fp32 numbers have as powers of two."""
+    """All dtypes have the same bits; so has E8M0's whole range, which fp32 has as powers of two."""
     blocks, (x, topk) = drawn(SMALL, "cpu", rng), given(SMALL, 9, "cpu", rng)
     with server():
         module, other = layer_of(blocks), empty(SMALL)
@@ -160,8 +160,8 @@ def test_tensor_parallel_rank(number: int, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("pattern", ["uniform", "none"])
 @pytest.mark.parametrize("backend", ["auto", "flashinfer_mxfp4"])
 def test_expert_parallel_rank(backend: str, pattern: str, rng: torch.Generator) -> None:
-    """The second of two, also when no token has one of its experts. Before 0.5.23 the second backend leaves ids of all
-    ranks' experts."""
+    """The layer is that of the second of two ranks, also if no token has one of its experts. Before 0.5.23 the second
+    backend leaves ids of all ranks' experts."""
     half = SMALL.experts // 2
     blocks, (x, topk) = drawn(SMALL, "cpu", rng), given(SMALL, 9, "cpu", rng)
     weights, ids = topk.topk_weights, topk.topk_ids
@@ -171,7 +171,7 @@ def test_expert_parallel_rank(backend: str, pattern: str, rng: torch.Generator) 
         assert module.quant_method.weights.num_experts == half
         stay = getattr(module.dispatcher, "skip_local_expert_mapping", False)
         assert stay == (backend == "flashinfer_mxfp4" and not capabilities.layer_decides())
-        # As the dispatcher makes them, which needs a GPU.
+        # The ids are those that the dispatcher would make, which needs a GPU.
         local = ids if stay else torch.where(ids >= half, ids - half, -1).int()
         dispatched = StandardDispatchOutput(x, None, StandardTopKOutput(weights, local, None))
         result = module.quant_method.apply(module, dispatched).hidden_states
@@ -181,7 +181,7 @@ def test_expert_parallel_rank(backend: str, pattern: str, rng: torch.Generator) 
 
 @pytest.mark.usefixtures("poisoned")
 def test_behind_an_all_to_all(rng: torch.Generator) -> None:
-    """DeepEP's tokens in both modes: the bits of `moe`."""
+    """DeepEP's tokens in both modes give the bits of `moe`."""
     shape = SMALL.with_options(limit=10.0)
     blocks = drawn(shape, "cpu", rng)
     with server():
@@ -191,7 +191,7 @@ def test_behind_an_all_to_all(rng: torch.Generator) -> None:
         check_dispatched(
             lambda dispatched: module.quant_method.apply(module, dispatched),
             blocks.weights(),
-            lambda *operands: torch.empty(0),  # of GPUs
+            lambda *operands: torch.empty(0),  # stands for a call on GPUs
             make_x(11, shape, torch.bfloat16, "cpu", rng),
             (topk.topk_weights, topk.topk_ids),
             shape.experts,
@@ -228,7 +228,7 @@ class Model(torch.nn.Module):
 
 @pytest.fixture
 def packed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU weights only count as packed."""
+    """On a CPU the weights only count as packed."""
     if device == "cpu":
         names = {"w13_weight", "w2_weight", *SCALES}
         monkeypatch.setattr(loading, "packed_parameters", lambda layer, weights: names)
@@ -237,7 +237,8 @@ def packed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("packed")
 def test_updates(device: str, rng: torch.Generator) -> None:
-    """Right by SGLang's loader, with all addresses; refused where nothing is processed, or a part alone is written."""
+    """Updates by SGLang's loader are right, with all addresses kept. They are refused if nothing is processed, or if
+    only a part is written."""
     first, second = (drawn(SMALL, device, rng) for _ in range(2))
     x, topk = given(SMALL, 9, device, rng)
     with server():
@@ -266,7 +267,7 @@ HAS_FP8_SHARED = hasattr(FusedMoE, "_maybe_load_fp8_shared_expert_as_fp4")
 
 @pytest.mark.skipif(not HAS_FP8_SHARED, reason="this SGLang fuses no fp8 shared expert into MXFP4 experts")
 def test_a_fused_shared_expert(rng: torch.Generator) -> None:
-    """--enforce-shared-experts-fusion: SGLang quantises the fp8 shared expert, and adds it as one more."""
+    """With --enforce-shared-experts-fusion SGLang quantises the fp8 shared expert, and adds it as one more expert."""
     shape = Shape("v4-shared", 8, 3, 256, 256)
     routed_blocks = drawn(shape, "cpu", rng)
     weights = torch.randn((768, 256), generator=rng)
@@ -289,15 +290,15 @@ def test_a_fused_shared_expert(rng: torch.Generator) -> None:
         close(forward(module, x, topk), expected(routed_blocks, x, topk.topk_weights, topk.topk_ids))
     gate, up = (x.float() @ dequantised[:512].T).chunk(2, -1)
     truth = 1.5 * (torch.nn.functional.silu(gate.clamp(max=10)) * up.clamp(-10, 10)) @ dequantised[512:].T
-    # MXFP4 of numbers of a normal distribution.
+    # The bar is what MXFP4 does to numbers of a normal distribution.
     assert 0.02 < (result.float() - truth).norm() / truth.norm() < 0.35
 
 
-# What comes to us, and what is refused
+# Checkpoints that oxmoe gets, and refusals
 
 
 def model_folder(folder: Path, dtype: str, **fields: Any) -> Path:
-    """A config.json, and one tensor of an expert, of no bytes but with a header."""
+    """Writes a config.json, and one tensor of an expert, which has a header and no bytes."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2}
     model = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 4, **sizes}
     model |= {"vocab_size": 512, "quantization_config": {**CHECKPOINT, **fields}, "max_position_embeddings": 4096}
@@ -318,7 +319,7 @@ def model_folder(folder: Path, dtype: str, **fields: Any) -> Path:
 
 @pytest.mark.parametrize(("dtype", "fp4"), [("I8", True), ("U8", True), ("F8_E4M3", False)])
 def test_a_checkpoint_comes_to_us(dtype: str, fp4: bool, tmp_path: Path) -> None:
-    """By SGLang's own code, without a flag, from the files."""
+    """The checkpoint's files lead to oxmoe by SGLang's own code, without a flag."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.weight_utils import get_quant_config
@@ -372,7 +373,7 @@ def test_all_to_alls_are_refused_while_the_model_is_built(a2a: str, error: type[
 
 
 def test_other_methods_are_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OXMOE_SGLANG without the part that takes such experts."""
+    """OXMOE_SGLANG leaves out the part that takes such experts."""
     monkeypatch.setenv(setting.SETTING, "moe=deep_gemm")
     method = type("Mxfp4MarlinMoEMethod", (), {})()
     layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
@@ -422,7 +423,7 @@ def test_weights_are_packed_in_their_own_memory(experts: int, rng: torch.Generat
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CONTEXT, reason="older releases' Marlin method asks for more of a server")
 def test_beside_sglangs_marlin(rng: torch.Generator) -> None:
-    """SGLang's own method for these experts, on the same checkpoint."""
+    """SGLang's own method for these experts runs on the same checkpoint."""
     from sglang.srt.layers.quantization.fp8 import Fp8Config
 
     shape = Shape("v4-marlin", 64, 6, 4096, 2048)

@@ -35,7 +35,7 @@ IN_TORCH = "sqrtsoftplus" in inspect.getsource(sglang_topk.fused_topk_torch_nati
 
 @pytest.fixture
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Routers in torch: their kernels need a GPU."""
+    """Makes routers use torch: their kernels need a GPU."""
     for name in ("SGLANG_OPT_USE_FUSED_HASH_TOPK", "SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK"):
         monkeypatch.setenv(name, "0")
 
@@ -51,7 +51,7 @@ def true_topk(scores: Tensor, choice: Tensor, top_k: int) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("hashed", [False, True], ids=["top-k", "hash"])
 @pytest.mark.usefixtures("in_torch")
 def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) -> None:
-    """sqrt(softplus) with a bias for the choice, and the first layers' table of token ids: SGLang's modules."""
+    """The routers are SGLang's: sqrt(softplus) with a bias for the choice, and the first layers' table of token ids."""
     shape = Shape("v4-routed", experts, 6, 128, 64)
     blocks, x = drawn(shape, "cpu", rng), make_x(tokens, shape, torch.bfloat16, "cpu", rng)
     logits, bias = torch.randn((tokens, experts), generator=rng), torch.randn(experts, generator=rng)
@@ -91,7 +91,7 @@ def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) 
 
 
 class NoExperts(torch.nn.Module):
-    """In the place of the shared experts, whose fp8 linear layers need a GPU."""
+    """Stands for the shared experts, whose fp8 linear layers need a GPU."""
 
     gate_up_proj = SimpleNamespace(weight=torch.empty(0), quant_method=None)
 
@@ -100,7 +100,7 @@ class NoExperts(torch.nn.Module):
 
 
 def model_of(layer_ids: tuple[int, ...], shape: Shape) -> Any:
-    """SGLang's class of the model with these layers' MoE blocks alone: its attention needs a GPU."""
+    """Returns SGLang's class of the model with these layers' MoE blocks alone: its attention needs a GPU."""
     from sglang.srt.models.deepseek_v2 import DeepseekV2MoE
     from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
 
@@ -143,7 +143,7 @@ def model_of(layer_ids: tuple[int, ...], shape: Shape) -> Any:
                 )
 
         def post_load_weights(self, **given: Any) -> None:
-            """SGLang's is of the attention."""
+            """Does nothing: SGLang's method is for the attention."""
 
         _prewarm_mhc_kernels = post_load_weights
 
@@ -156,7 +156,7 @@ def model_of(layer_ids: tuple[int, ...], shape: Shape) -> Any:
 
 
 def checkpoint_of(number: int, blocks: Any) -> Iterator[tuple[str, Tensor]]:
-    """A layer's tensors of experts by the names that DeepSeek's files have."""
+    """Yields a layer's tensors of experts by the names that DeepSeek's files have."""
     for suffix, tensor in zip(("weight", "scale"), tensors_of(blocks).values(), strict=True):
         for expert in range(blocks.shape.experts):
             for shard in ("w1", "w2", "w3"):
@@ -166,11 +166,11 @@ def checkpoint_of(number: int, blocks: Any) -> Iterator[tuple[str, Tensor]]:
 @only_cores
 @pytest.mark.usefixtures("in_torch")
 def test_the_models_moe_blocks(rng: torch.Generator) -> None:
-    """SGLang's model loads a checkpoint, then gate, router (a table of ids in layer 0), dispatcher and experts."""
+    """SGLang's model loads a checkpoint, then runs gate, router (a table of ids in layer 0), dispatcher and experts."""
     shape = Shape("v4-block", 64, 6, 256, 64)
     x, tokens = make_x(11, shape, torch.bfloat16, "cpu", rng), torch.randint(512, (11,), generator=rng)
     table = torch.rand((512, 64), generator=rng).topk(6).indices.int()
-    # So far apart that rounded logits change no choice.
+    # Biases are so far apart that rounded logits change no choice.
     bias = torch.randperm(64, generator=rng) * 0.5
     gates = {number: torch.randn((64, 256), generator=rng).mul_(0.1).bfloat16() for number in (0, 3)}
     experts = {number: drawn(shape, "cpu", rng) for number in (0, 3)}
@@ -193,6 +193,6 @@ def test_the_models_moe_blocks(rng: torch.Generator) -> None:
                 weights, ids = true_topk(scores, scores + bias, 6)
             with torch.no_grad():
                 result = block.forward(x.clone(), input_ids=tokens, input_ids_global=tokens)
-            # Where there is no CUDA, SGLang's module multiplies by the factor once more. Its logits are bf16.
+            # Without CUDA, SGLang's module multiplies by the factor once more. Its logits are bf16.
             error = (result.double() - expected(blocks, x, weights, ids, factor=1.5**2)).norm(dim=1)
             assert (error / result.double().norm(dim=1)).max() < 0.02

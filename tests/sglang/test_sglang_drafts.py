@@ -26,7 +26,7 @@ from sglang_server import ADAPTER, SHAPE, VERSION, argument, fused_moe, installe
 
 @contextmanager
 def speculating(backend: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A server with --quantization oxmoe and --speculative-algorithm, while it builds its draft."""
+    """Sets up a server with --quantization oxmoe and --speculative-algorithm, while it builds its draft."""
     monkeypatch.setenv(setting.SETTING, "moe")
     layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
     with ExitStack() as stack:
@@ -82,14 +82,15 @@ def test_the_flag_serves_it(rng: torch.Generator, monkeypatch: pytest.MonkeyPatc
 
 
 def _quant_info(module: Any) -> Any:
-    """What SGLang's method hands to its runner on CUDA."""
+    """Returns the quant_info that SGLang's method hands to its runner on CUDA."""
     from sglang.srt.layers.moe.moe_runner.deep_gemm import DeepGemmMoeQuantInfo
 
     return DeepGemmMoeQuantInfo(module.w13_weight, module.w2_weight, use_fp8=False)
 
 
 def test_mixtral_without_moe_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang makes it of linear layers where it does not know the quantization's name, which nothing else would say."""
+    """SGLang makes Mixtral of linear layers if it does not know the quantization's name, which nothing else would
+    say."""
     from types import SimpleNamespace
 
     from sglang.srt.model_loader.utils import get_model_architecture

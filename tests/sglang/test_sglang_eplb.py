@@ -26,11 +26,11 @@ from sglang_server import ADAPTER, NEW, VERSION, FusedMoE, argument, fused_moe, 
 from test_sglang_compressed import only_nvfp4
 
 SHAPE = Shape("eplb", 4, 2, 256, 128)
-PLACES = torch.tensor([2, 3, 1, 0])  # which expert moves to each place
+PLACES = torch.tensor([2, 3, 1, 0])  # the expert that moves to each place
 
 
 def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
-    """A quantization_config as llm-compressor writes it."""
+    """Returns a quantization_config as llm-compressor writes it."""
     arguments = {"type": "float", "symmetric": True, "dynamic": False}
     group = {
         "targets": ["Linear"],
@@ -62,20 +62,20 @@ def _installed() -> None:
 
 @contextmanager
 def balanced() -> Iterator[None]:
-    """The server of `server` with --enable-eplb."""
+    """Sets up the server of `server` with --enable-eplb."""
     with argument("exec.moe", "enable_eplb", True):
         yield
 
 
 def fill(parameter: Tensor, name: str, rng: torch.Generator) -> None:
-    """Numbers of sensible sizes, other ones for each expert."""
+    """Fills a parameter with numbers of sensible sizes, different for each expert."""
     shape, dtype = parameter.shape, parameter.dtype
     if dtype == torch.int32:
-        if "g_idx" not in name:  # as it is where a checkpoint has none
+        if "g_idx" not in name:  # a g_idx without a tensor in the checkpoint stays as it is
             parameter.copy_(torch.randint(-(1 << 31), 1 << 31, shape, generator=rng))
         return
     if dtype in (torch.uint8, torch.float8_e8m0fnu):
-        # Scales of some experts are above 128, by which packed weights have a factor.
+        # Scales of some experts are above 128; packed weights then have a factor.
         experts = torch.arange(shape[0]).view(-1, *(1 for _ in shape[1:]))
         drawn = torch.randint(118, 124, shape, generator=rng, dtype=torch.uint8) + 4 * experts.to(torch.uint8)
         drawn = drawn if "scale" in name else torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
@@ -120,7 +120,7 @@ def run(module: FusedMoE, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 
 def move(module: FusedMoE) -> None:
-    """As SGLang's models list the tensors whose rows it moves (`get_moe_weights`), and it copies in place."""
+    """Moves experts in place, in the tensors that SGLang's models list for it (`get_moe_weights`)."""
     for name, parameter in module.named_parameters():
         if filter_moe_weight_param_global_expert(name, parameter, module.num_local_experts):
             rows = parameter.data.view(torch.uint8) if parameter.element_size() == 1 else parameter.data
@@ -151,7 +151,7 @@ def test_nvfp4_experts_move_with_rows_of_parameters(rng: torch.Generator) -> Non
 
 
 def test_tables_are_parameters_once(rng: torch.Generator) -> None:
-    """Also after an update of the weights, in the same place."""
+    """The tables are also parameters after an update of the weights, in the same place."""
     with server():
         module = make(FORMATS["fp8_tensor"], "cpu", rng)
         first = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
@@ -223,7 +223,7 @@ def test_copies_are_refused_while_the_model_is_built(
 
 
 def test_copied_scales_are_refused_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fp8 with one scale an expert, which deep_gemm's quant_info spreads over blocks."""
+    """fp8 experts have one scale each, which deep_gemm's quant_info spreads over blocks."""
     monkeypatch.setenv(setting.SETTING, "moe=deep_gemm")
     layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
     try:

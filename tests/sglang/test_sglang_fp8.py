@@ -41,7 +41,7 @@ def _installed() -> None:
 def fp8_layer(
     layer: Fp8 | Mxfp8, quantization: str, checkpoint: dict[str, Any] = CHECKPOINT, **options: Any
 ) -> FusedMoE:
-    """SGLang's layer, loaded by its own loader from a checkpoint's tensors, expert by expert."""
+    """Returns SGLang's layer, loaded by its own loader from a checkpoint's tensors, expert by expert."""
     shape = layer.shape
     with torch.device(layer.w13.device):
         module = FusedMoE(
@@ -73,7 +73,7 @@ def load_fp8(module: FusedMoE, layer: Fp8 | Mxfp8, quantization: str) -> None:
 
 
 def forward(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
-    """The layer as it runs on CUDA."""
+    """Runs the layer as it runs on CUDA."""
     return module.quant_method.apply(module, module.dispatcher.dispatch(x, topk)).hidden_states
 
 
@@ -96,7 +96,8 @@ def close(result: Tensor, truth: Tensor) -> None:
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("quantization", ["fp8", "oxmoe"])
 def test_layer(device: str, quantization: str, tokens: int, options: dict[str, Any], rng: torch.Generator) -> None:
-    """fp8: SGLang's method under its runner deep_gemm; oxmoe: ours, which writes into x."""
+    """Under "fp8" the layer has SGLang's method with its runner deep_gemm. Under "oxmoe" it has oxmoe's method, which
+    writes into x."""
     layer, x, topk = operands(tokens, device, rng)
     meant = {"limit": 0.5, "clamp": "before"} if "swiglu_limit" in options else options
     results, truths = [], []
@@ -120,7 +121,7 @@ def test_quantization_needs_no_backend(backend: str, rng: torch.Generator) -> No
 
 
 def test_weights_are_used_as_they_lie(rng: torch.Generator) -> None:
-    """A later update in the same memory is seen."""
+    """The layer follows a later update in the same memory."""
     layer, x, topk = operands(5, "cpu", rng)
     other = make_fp8(SHAPE, "cpu", rng)
     with server():
@@ -134,7 +135,7 @@ def test_weights_are_used_as_they_lie(rng: torch.Generator) -> None:
 
 
 def test_one_scale_an_expert_under_deep_gemm(device: str, rng: torch.Generator) -> None:
-    """SGLang spreads such a scale over blocks, at each call anew."""
+    """SGLang spreads such a scale over blocks anew at each call."""
     layer, x, topk = operands(9, device, rng)
     layer.w13_scale = (torch.rand(SHAPE.experts, generator=rng) * 0.01 + 0.001).to(device)
     layer.w2_scale = (torch.rand(SHAPE.experts, generator=rng) * 0.01 + 0.001).to(device)
@@ -151,7 +152,7 @@ def test_one_scale_an_expert_under_deep_gemm(device: str, rng: torch.Generator) 
 
 
 def one_scale_layer(layer: Fp8) -> FusedMoE:
-    """As process_weights_after_loading leaves it, which asks a GPU's kernels to quantise anew."""
+    """Returns a layer as process_weights_after_loading leaves it, which asks a GPU's kernels to quantise anew."""
     with torch.device(layer.w13.device):
         module = FusedMoE(
             num_experts=SHAPE.experts,
@@ -316,13 +317,14 @@ def test_layers_that_a_checkpoint_leaves_unquantised() -> None:
 
 
 def test_mxfp8_begins_with_hopper() -> None:
-    """SGLang's own begins with Blackwell."""
+    """SGLang's own MXFP8 begins with Blackwell."""
     assert get_quantization_config("oxmoe").from_config(MXFP8).get_min_capability() == 90
     assert get_quantization_config("fp8").from_config(MXFP8).get_min_capability() == 100
 
 
 def from_model(tmp_path: Path, checkpoint: dict[str, Any]) -> tuple[str, Any, FusedMoE]:
-    """By SGLang's own code, without a flag, from a config.json: the quantization, its configuration, a layer."""
+    """Returns what SGLang's own code makes of a config.json without a flag: the quantization, its configuration, a
+    layer."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.weight_utils import get_quant_config

@@ -46,14 +46,15 @@ def _installed() -> None:
 
 
 def close(ours: Tensor, theirs: Tensor) -> None:
-    """Two implementations that round at the same places, in other orders of summation."""
+    """Compares two implementations that round at the same places, in other orders of summation."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
     difference = (ours.double() - theirs.double()).norm() / theirs.double().norm()
     assert difference < 8e-3, f"relative norm {difference:.2e}"
 
 
 def captured(call: Callable[[], Tensor], x: Tensor, other: Tensor, *, exact: bool = False) -> Tensor:
-    """The result for `other` of a graph that was captured with what x held, after one call; exact: of equal bits."""
+    """Captures a graph with what x held, after one call, and returns its result for `other`. exact: the bits must be
+    equal."""
     held = x.clone()
     call()
     torch.cuda.synchronize()
@@ -92,13 +93,13 @@ def test_16_bit_layer_beside_sglangs_triton(
         close(*graphs)
 
 
-# From what rounds where oxmoe does. SGLang rounds gate and up to bf16 before it multiplies them, and some e4m3 codes of
-# the product are then others: that alone is 1.3 to 1.7 % in norm.
+# The bar of SGLang's distance from a reference that rounds where oxmoe does. SGLang rounds gate and up to bf16 before
+# it multiplies them, and some e4m3 codes of the product are then others: that alone is 1.3 to 1.7 % in norm.
 SGLANGS_NORM = 4e-2
 
 
 def plain(layer: Fp8) -> tuple[Tensor, Tensor]:
-    """fp32 weights."""
+    """Returns fp32 weights."""
     pairs = ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale))
     w13, w2 = (codes.float() * scale.repeat_interleave(128, 1).repeat_interleave(128, 2) for codes, scale in pairs)
     return w13, w2
@@ -107,8 +108,8 @@ def plain(layer: Fp8) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("tokens", [1, 5, 64, 333])
 @pytest.mark.parametrize("shape", [QWEN3, FEW_OF_DSV3], ids=lambda shape: shape.name)
 def test_fp8_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.Generator) -> None:
-    """Both quantise rows of x and of the activated output for each 128 columns; ours is no farther from the layer with
-    unquantised tokens than SGLang's."""
+    """Both quantise rows of x and of the activated output for each 128 columns. oxmoe is no farther from the layer with
+    unquantised tokens than SGLang is."""
     layer = make_fp8(shape, "cuda", rng)
     x, other = (layer.x(tokens, rng) for _ in range(2))
     weights, ids = oxmoe.topk(tie_free_logits(tokens, shape.experts, rng).cuda(), shape.top_k)
@@ -121,7 +122,7 @@ def test_fp8_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.G
         ]
         more = [(drawn, ours(drawn, topk), theirs(drawn, topk)) for drawn in fp8_draws(x)[1:]]
     calls = [(x, *eager), (other, *graphs)]
-    # Few tokens count together: of one a few codes that round to their neighbours are much of the norm.
+    # Few tokens count together: in one token a few codes that round to their neighbours are much of the norm.
     for part in [[*calls, *more]] if more else [[call] for call in calls]:
         tokens_of, results, sglangs = zip(*part, strict=True)
         result, sglang = torch.cat(results), torch.cat(sglangs)
@@ -134,7 +135,8 @@ def test_fp8_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.G
 
 
 def stock_mxfp4_layer(blocks: Blocks) -> FusedMoE:
-    """SGLang's own MXFP4 method: swizzled after loading for triton_kernels, or with the backend triton made bf16."""
+    """Returns SGLang's own MXFP4 layer: swizzled after loading for triton_kernels, or with the backend triton made
+    bf16."""
     with torch.device("cuda"):
         module = FusedMoE(
             num_experts=blocks.experts,
@@ -157,7 +159,7 @@ def stock_mxfp4_layer(blocks: Blocks) -> FusedMoE:
 
 
 def stock(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
-    """SGLang's own core on what the layer hands over, whatever is registered under its name."""
+    """Runs SGLang's own core on what the layer hands over, whatever is registered under its name."""
     given = SimpleNamespace(
         run=lambda dispatched, info: (dispatched, info), runner_backend=module.quant_method.runner.runner_backend
     )
@@ -188,7 +190,7 @@ def test_mxfp4_layer_beside_triton_kernels(size: tuple[int, int, int], tokens: i
         topk = choose.forward_cuda(x, logits)
         expected = stock(theirs, x, topk)
         close(theirs(x, topk), expected)  # the swap under SGLang's own name, on the same swizzled weights
-        close(ours(x, topk), expected)  # our own method
+        close(ours(x, topk), expected)  # oxmoe's own method
         close(
             captured(lambda: theirs(x, topk), x, other, exact=True),
             captured(lambda: stock(theirs, x, topk), x, other),
@@ -197,7 +199,7 @@ def test_mxfp4_layer_beside_triton_kernels(size: tuple[int, int, int], tokens: i
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 333])
 def test_mxfp4_layer_beside_sglangs_triton(tokens: int, rng: torch.Generator) -> None:
-    """SGLang's own layer on the same weights made bf16, which differ from ours by nothing."""
+    """SGLang's own layer runs on the same weights made bf16, which have exactly the numbers of oxmoe's."""
     pytest.importorskip("triton_kernels.numerics_details.mxfp")
     blocks = Blocks(8, 2880, 2880, "cuda", rng, bytes_=(118, 121))
     x, other = (torch.randn(tokens, 2880, generator=rng).bfloat16().cuda() for _ in range(2))

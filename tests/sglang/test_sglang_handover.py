@@ -1,5 +1,6 @@
-"""What SGLang does with a layer by the server's --moe-runner-backend, whichever method the layer has: rows of w13 that
-its loader swaps, ids of all ranks' experts, top-k weights that hold the scaling factor, where not the layer decides."""
+"""Steps that SGLang takes with a layer by the server's --moe-runner-backend, whichever method the layer has, unless the
+layer decides: rows of w13 that its loader swaps, ids of all ranks' experts, top-k weights that hold the scaling
+factor."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def _installed() -> None:
 
 
 def checkpoint(kind: str, shape: Shape, rng: torch.Generator) -> dict[str, tuple[Tensor, Tensor]]:
-    """w13 [gate; up] and w2 of each suffix of a checkpoint's names."""
+    """Returns w13 [gate; up] and w2 for each suffix of a checkpoint's names."""
     if kind == "bf16":
         layer = make_layer(shape, torch.bfloat16, "cpu", rng)
         return {"weight": (layer.w13, layer.w2)}
@@ -56,13 +57,13 @@ def checkpoint(kind: str, shape: Shape, rng: torch.Generator) -> dict[str, tuple
     fp8 = make_fp8(shape, "cpu", rng)
     if kind == "fp8_block":
         return {"weight": (fp8.w13, fp8.w2), "weight_scale_inv": (fp8.w13_scale, fp8.w2_scale)}
-    # Gate's and up's own scale, apart by an order of magnitude.
+    # Gate and up have scales of their own, apart by an order of magnitude.
     w13_scale = torch.rand(shape.experts, 2, generator=rng) * 0.001 + torch.tensor([0.001, 0.01])
     return {"weight": (fp8.w13, fp8.w2), "weight_scale": (w13_scale, torch.rand(shape.experts, generator=rng) * 0.01)}
 
 
 def made(kind: str, tensors: dict[str, tuple[Tensor, Tensor]]) -> oxmoe.ExpertWeights:
-    """ExpertWeights of the checkpoint without SGLang."""
+    """Makes ExpertWeights of the checkpoint without SGLang."""
     (w13, w2), *scales = tensors.values()
     make = getattr(oxmoe.ExpertWeights, kind)
     return make(w13, w2, *scales[0]) if scales else make(w13, w2)
@@ -71,7 +72,7 @@ def made(kind: str, tensors: dict[str, tuple[Tensor, Tensor]]) -> oxmoe.ExpertWe
 def loaded(
     kind: str, tensors: dict[str, tuple[Tensor, Tensor]], shape: Shape, experts: int | None = None, **options: Any
 ) -> FusedMoE:
-    """SGLang's layer, loaded expert by expert by its own loader."""
+    """Returns SGLang's layer, loaded expert by expert by its own loader."""
     config = get_quantization_config("oxmoe")
     module = FusedMoE(
         num_experts=experts or shape.experts,
@@ -95,7 +96,7 @@ def loaded(
 
 
 def forward(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
-    """The layer as it runs on CUDA."""
+    """Runs the layer as it runs on CUDA."""
     return module.quant_method.apply(module, module.dispatcher.dispatch(x.clone(), topk)).hidden_states
 
 
@@ -121,7 +122,7 @@ def test_gate_and_up_that_the_loader_swaps(kind: str, backend: str, rng: torch.G
 
 @pytest.mark.parametrize("backend", TRTLLM)
 def test_rows_that_the_loader_pads(backend: str, rng: torch.Generator) -> None:
-    """To multiples of 128 of each half, where not the layer decides whatever the method."""
+    """The loader pads to multiples of 128 of each half, whatever the method is, unless the layer decides."""
     tensors = checkpoint("bf16", PADDED, rng)
     x, topk = tokens(PADDED, PADDED.experts, rng)
     with server(backend):
@@ -175,7 +176,7 @@ def test_refuses_other_orders_of_rows(options: dict[str, Any], message: str, rng
 @pytest.mark.skipif(DECIDES, reason="the layer's own runner decides how this SGLang loads it")
 @pytest.mark.parametrize("kind", FORMATS)
 def test_refuses_weights_that_the_loader_transposes(kind: str, rng: torch.Generator) -> None:
-    """Before any is loaded: of a square matrix nothing else would tell."""
+    """The error comes before any weight is loaded: with a square matrix nothing else would tell."""
     with server("triton_kernel"), pytest.raises(NotImplementedError, match="of every layer transposed; the quantizat"):
         loaded(kind, checkpoint(kind, SHAPE, rng), SHAPE)
 
@@ -188,7 +189,8 @@ def _config() -> dict[str, Any]:
 
 
 def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Rank 1 of 2 expert-parallel ranks: what a context overrides; in older releases its functions."""
+    """Returns what a context overrides on rank 1 of 2 expert-parallel ranks; older releases need their functions
+    replaced."""
     standard = importlib.import_module("sglang.srt.layers.moe.token_dispatcher.standard")
     monkeypatch.setattr(standard, "get_device", lambda: "cpu")
     if HAS_CONTEXT:
@@ -202,7 +204,7 @@ def second_of_two(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def all_experts(kind: str, rng: torch.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A checkpoint of twice as many experts, and its second half."""
+    """Returns a checkpoint of twice as many experts, and its second half."""
     tensors = checkpoint(kind, Shape("all", 2 * SHAPE.experts, SHAPE.top_k, SHAPE.hidden, SHAPE.intermediate), rng)
     second = {name: tuple(half[SHAPE.experts :].contiguous() for half in pair) for name, pair in tensors.items()}
     return tensors, second
@@ -224,7 +226,7 @@ def test_ids_of_all_ranks_experts(
 
 
 def test_bypassed_topk_of_all_ranks(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What SGLang's top-k hands over with --moe-runner-backend flashinfer_trtllm."""
+    """The top-k result is the form that SGLang hands over with --moe-runner-backend flashinfer_trtllm."""
     tensors, second = all_experts("bf16", rng)
     x, _ = tokens(SHAPE, 2 * SHAPE.experts, rng)
     logits = torch.randn(5, 2 * SHAPE.experts, generator=rng)

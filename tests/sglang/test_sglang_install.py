@@ -1,4 +1,5 @@
-"""What OXMOE_SGLANG registers in the real SGLang package, what it leaves alone, and what it says where it cannot."""
+"""OXMOE_SGLANG in the real SGLang package: what it registers, what it leaves alone, and its errors if it cannot
+register."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ from sglang_server import (
 MOE = capabilities.swaps()["moe"]
 SOURCES = Path(oxmoe.sglang.__file__).parent
 
-# Everything of SGLang whose contents `install` may change, by the last part of its name: modules that import a registry
-# show it too.
+# Every registry of SGLang whose contents `install` may change, by the last part of its name. Modules that import a
+# registry show it, too.
 REGISTRIES = (
     {
         "_CUSTOM_RUNNER_CORE_FACTORIES",
@@ -72,12 +73,12 @@ def changes() -> dict[str, set[str]]:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process in which nothing was installed."""
+    """Makes this process one in which nothing was installed."""
     monkeypatch.setattr(oxmoe.sglang, "_active", {})
 
 
 def process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own that imports SGLang as a server does."""
+    """Runs code in a process of its own that imports SGLang as a server does."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
 
@@ -103,13 +104,14 @@ def assigned(tree: ast.AST) -> Iterator[ast.expr]:
             yield from node.targets
 
 
-# Attributes of functions of our own, and the memory of parameters that a method of ours made.
+# Attributes of oxmoe's own functions, and the memory of parameters that a method of oxmoe's made.
 OURS = {"fused_experts.oxmoe", "prototype.__signature__", "parameter.data"}
 
 
 @pytest.mark.parametrize("path", sorted(SOURCES.glob("*.py")), ids=lambda path: path.name)
 def test_sources_assign_to_nothing_of_sglang(path: Path) -> None:
-    """Attributes are set on self and on our own function alone; no setattr, delattr, HookRegistry, mock."""
+    """Sources set attributes on self and on oxmoe's own function alone; they have no setattr, delattr, HookRegistry or
+    mock."""
     tree = ast.parse(path.read_text())
     for target in assigned(tree):
         if isinstance(target, ast.Attribute):
@@ -170,7 +172,7 @@ def test_a_taken_place_is_an_error(
 def test_a_start_says_nothing_of_what_could_be(
     changes: dict[str, set[str]], fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is used is said with a model's first MoE layer (tests/sglang/test_sglang_calls.py)."""
+    """The log names what is used with a model's first MoE layer (tests/sglang/test_sglang_calls.py)."""
     monkeypatch.setenv(setting.SETTING, "moe=oxmoe")
     monkeypatch.setattr(ADAPTER, "SWAPS", {"moe=oxmoe": lambda: "what"})
     with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
@@ -192,7 +194,7 @@ def test_the_log_says_where_kernels_have_not_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """With a model's first layer: the process has its GPU by then, or runs without one."""
+    """The log says so with a model's first layer: the process has its GPU by then, or runs without one."""
     monkeypatch.setenv(setting.SETTING, "moe=oxmoe")
     monkeypatch.setattr(ADAPTER, "SWAPS", {"moe=oxmoe": lambda: "what"})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
@@ -272,7 +274,7 @@ def test_entry_points() -> None:
 
 @pytest.mark.parametrize("text", ["moe", "moe=nothing"])
 def test_a_server_starts_with_the_swaps_or_not_at_all(text: str) -> None:
-    """SGLang's own load_plugins goes on after a plugin's exception; ours ends the process with one line."""
+    """SGLang's own load_plugins goes on after a plugin's exception; oxmoe's plugin ends the process with one line."""
     code = (
         "from sglang.srt.plugins import load_plugins; load_plugins(); import oxmoe.sglang as s;"
         "from sglang.srt.platforms import current_platform as p; assert not p.is_out_of_tree();"
@@ -311,7 +313,7 @@ def test_other_layers_stay(changes: dict[str, set[str]]) -> None:
 
 @pytest.mark.parametrize("name", sorted(oxmoe.__all__))
 def test_public_callables_have_signatures(name: str) -> None:
-    """SGLang probes what it finds with inspect.signature, and what that raises ends its import."""
+    """SGLang probes callables with inspect.signature, and an error of it ends SGLang's import."""
     value = getattr(oxmoe, name)
     if callable(value) and not isinstance(value, type):
         inspect.signature(value)

@@ -21,6 +21,7 @@ from oxmoe.testing import assert_close_ulp, same_bits
 
 pytest.importorskip("sglang")
 
+from sglang.srt.layers.linear import ReplicatedLinear
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
@@ -66,7 +67,8 @@ def given(rng: torch.Generator, tokens: int = 9, device: str = "cpu") -> tuple[T
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("name", KINDS)
 def test_layers(device: str, name: str, tokens: int, options: dict[str, Any], rng: torch.Generator) -> None:
-    """The bits of ExpertWeights.int4, and the numbers of the weights that they stand for."""
+    """The layer has the bits of ExpertWeights.int4, and near the numbers of the weights that codes and scales stand
+    for."""
     kind = KINDS[name]
     layer = drawn(kind, rng)
     x, weights, ids, topk = given(rng, tokens, device)
@@ -83,7 +85,7 @@ def test_layers(device: str, name: str, tokens: int, options: dict[str, Any], rn
 
 
 def test_compressed_tensors_codes_are_in_memory_once(rng: torch.Generator) -> None:
-    """On a CPU: as they lie; those of AWQ and GPTQ are turned in their own memory."""
+    """On a CPU compressed-tensors' codes stay as they lie; those of AWQ and GPTQ are turned in their own memory."""
     with server():
         for name in ("kimi", "awq", "gptq"):
             kind = KINDS[name]
@@ -98,7 +100,8 @@ def test_compressed_tensors_codes_are_in_memory_once(rng: torch.Generator) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_packed_weights_are_in_memory_once(name: str, rng: torch.Generator) -> None:
-    """Parameters have the packed codes' memory; after an update addresses are as before and weights are the new."""
+    """Parameters have the packed codes' memory. After an update addresses are as before, and weights are the new
+    ones."""
     kind, shape = KINDS[name], dataclasses.replace(SHAPE, hidden=128, intermediate=192)
     x, weights, ids, topk = given(rng, 33, "cuda")
     with server():
@@ -118,7 +121,7 @@ def test_packed_weights_are_in_memory_once(name: str, rng: torch.Generator) -> N
     assert addresses[0] == addresses[1]
 
 
-# Which checkpoints
+# Checkpoints that oxmoe takes
 
 
 @pytest.mark.parametrize(
@@ -162,11 +165,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_is_not_served_is_refused_by_name(config: dict[str, Any], message: str) -> None:
-    """When SGLang builds the layer, before it reads the checkpoint."""
+    """The error comes when SGLang builds the layer, before it reads the checkpoint."""
     try:
         get_quantization_config("oxmoe").from_config(copy.deepcopy(config))
     except ValueError:
-        # SGLang itself refuses it, or the package compressed-tensors does.
+        # SGLang itself refuses the config, or the package compressed-tensors does.
         with pytest.raises(NotImplementedError, match=message):
             _scheme(Kind(config))
         return
@@ -199,7 +202,7 @@ def test_layers_that_a_checkpoint_leaves_unquantised(config: dict[str, Any]) -> 
 
 
 def test_a_group_in_activation_order_is_seen_at_load(rng: torch.Generator) -> None:
-    """A checkpoint whose g_idx is not what its config says."""
+    """The checkpoint's g_idx is not what its config says."""
     kind = KINDS["gptq"]
     given_tensors = tensors(drawn(kind, rng), kind)
     plain = given_tensors["g_idx"]
@@ -215,7 +218,7 @@ def test_a_group_in_activation_order_is_seen_at_load(rng: torch.Generator) -> No
 
 @pytest.mark.parametrize("config", [pack_quantized(), pack_quantized({"symmetric": False})], ids=["plain", "zeros"])
 def test_parameters_have_the_names_of_sglangs(config: dict[str, Any]) -> None:
-    """What SGLang's own scheme takes from a checkpoint, besides the order of columns."""
+    """The parameters are those that SGLang's own scheme takes from a checkpoint, except the order of columns."""
     with server():
         module = empty_layer(SHAPE, config, "cpu")
         quant_config = module.quant_config
@@ -235,7 +238,7 @@ def test_parameters_have_the_names_of_sglangs(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", ["awq_marlin", "gptq_marlin"])
 def test_sglangs_configurations_for_marlin_have_our_experts(name: str) -> None:
-    """SGLang gives these the checkpoints before it asks others; names and linear layers stay its own."""
+    """SGLang gives these configurations the checkpoints before it asks others; names and linear layers stay its own."""
     config = awq() if name == "awq_marlin" else gptq()
     of_marlin = QUANTIZATION_METHODS[name]
     base = of_marlin.__mro__[2]
@@ -250,23 +253,37 @@ def test_sglangs_configurations_for_marlin_have_our_experts(name: str) -> None:
     assert QUANTIZATION_METHODS[name] is of_marlin
 
 
-@pytest.mark.parametrize("name", ["kimi", "awq", "gptq"])
+@pytest.mark.parametrize("name", ["kimi", "awq", "gptq", "gptq-zeros"])
 def test_a_checkpoint_comes_to_us(name: str, tmp_path: Path) -> None:
     """On a machine without a GPU, where SGLang's configurations for Marlin claim nothing."""
-    try:
-        quantization, _, layer = from_model(tmp_path, KINDS[name].config)
-    except ValueError as error:
-        pytest.skip(f"this SGLang has no linear layers in bf16 for it on a CPU: {error}")
+    quantization, _, layer = from_model(tmp_path, KINDS[name].config)
     assert quantization == "oxmoe" and type(layer.quant_method) is int4.OxmoeInt4MoEMethod
+
+
+LEFT = {"awq": {"modules_to_not_convert": ["self_attn"]}, "gptq": {"dynamic": {r"-:.*self_attn.*": {}}}}
+
+
+@pytest.mark.parametrize("config", [awq(), gptq(), gptq(sym=False)], ids=["awq", "gptq", "zeros"])
+def test_linear_layers_without_bf16_kernels_are_refused_by_name(config: dict[str, Any]) -> None:
+    """Without Marlin SGLang's linear layers of AWQ and GPTQ take f16, and oxmoe's experts bf16."""
+    name = config["quant_method"]
+    ours = get_quantization_config("oxmoe").from_config({**config, **LEFT[name]})
+    assert torch.bfloat16 in ours.get_supported_act_dtypes() and torch.float16 in ours.get_supported_act_dtypes()
+    with server():
+        layer = ReplicatedLinear(64, 64, bias=False, quant_config=None, params_dtype=torch.bfloat16)
+    prefix = "model.layers.0.{}.o_proj"
+    assert type(ours.get_quant_method(layer, prefix.format("self_attn"))).__name__ == "UnquantizedLinearMethod"
+    with pytest.raises(NotImplementedError, match=rf"layers\.0\.mlp\.o_proj is a linear layer of {name.upper()}, for"):
+        ours.get_quant_method(layer, prefix.format("mlp"))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq"])
 def test_a_checkpoint_for_marlin_comes_to_us(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA: SGLang's own configuration claims it, under its own name, and is ours."""
+    """SGLang's own configuration claims the checkpoint under its own name, and is oxmoe's."""
     of_marlin = QUANTIZATION_METHODS[f"{name}_marlin"]
     module = sys.modules[of_marlin.__mro__[2].__module__]
     monkeypatch.setattr(of_marlin, f"is_{name}_marlin_compatible", classmethod(lambda cls, config: True))
-    # It asks for the GPU.
+    # This function asks for the GPU.
     monkeypatch.setattr(module, "verify_marlin_supported", lambda *given, **named: None, raising=False)
     quantization, quant_config, layer = from_model(tmp_path, KINDS[name].config)
     assert quantization == quant_config.get_name() == f"{name}_marlin"
@@ -277,7 +294,7 @@ def test_a_checkpoint_for_marlin_comes_to_us(name: str, tmp_path: Path, monkeypa
 
 
 def part_of(layer: Int4, number: int, ranks: int, group: int | None) -> Int4:
-    """A rank's columns of the intermediate size, w2's with groups of `group`."""
+    """Returns a rank's columns of the intermediate size; w2's have groups of `group`."""
     share = layer.shape.intermediate // ranks
     ours = slice(number * share, (number + 1) * share)
 
@@ -321,7 +338,7 @@ def test_tensor_parallel_rank(name: str, number: int, rng: torch.Generator) -> N
 @only_cores
 @pytest.mark.parametrize("name", ["kimi", "zeros", "awq", "gptq"])
 def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
-    """The second of two: its experts' tensors and ids."""
+    """The layer is that of the second of two ranks: its experts' tensors and ids."""
     kind, half = KINDS[name], SHAPE.experts // 2
     layer = drawn(kind, rng)
     x, weights, ids, _ = given(rng)
@@ -337,7 +354,7 @@ def test_expert_parallel_rank(name: str, rng: torch.Generator) -> None:
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", ["kimi", "zeros", "awq", "gptq"])
 def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
-    """DeepEP's tokens in both modes: the bits of `moe`."""
+    """DeepEP's tokens in both modes give the bits of `moe`."""
     kind = KINDS[name]
     layer = drawn(kind, rng)
     x, weights, ids, _ = given(rng, 11)
@@ -348,7 +365,7 @@ def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
         check_dispatched(
             lambda dispatched: module.quant_method.apply(module, dispatched),
             layer.weights(),
-            lambda *operands: torch.empty(0),  # of GPUs
+            lambda *operands: torch.empty(0),  # stands for a call on GPUs
             x,
             (weights, ids),
             SHAPE.experts,
@@ -399,7 +416,7 @@ def test_an_update_that_is_not_processed_is_refused(name: str, rng: torch.Genera
 
 
 def test_symmetric_weights_take_every_update(rng: torch.Generator) -> None:
-    """On a CPU those of compressed-tensors are read as they lie."""
+    """On a CPU compressed-tensors' weights are read as they lie."""
     kind = KINDS["kimi"]
     layer = drawn(kind, rng)
     x, weights, ids, topk = given(rng)

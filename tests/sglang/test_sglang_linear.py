@@ -38,7 +38,7 @@ def config(**more: Any) -> Any:
 
 
 def weight(rows: int, columns: int, device: str, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of a checkpoint."""
+    """Returns (codes, scales) of a checkpoint."""
     codes, scales = quantize.mxfp8(
         torch.randn((rows, columns), generator=rng, device="cpu").bfloat16(), layout="linear"
     )
@@ -53,7 +53,7 @@ def load(layer: Any, parts: list[tuple[Tensor, Tensor]], shards: list[Any]) -> N
 
 
 def made(kind: str, device: str, rng: torch.Generator) -> tuple[Any, Tensor, Tensor]:
-    """(SGLang's layer, the codes [n, k] and scales that it should hold)."""
+    """Returns (SGLang's layer, the codes [n, k] and scales that it should hold)."""
     common = {"quant_config": config(), "params_dtype": torch.bfloat16, "prefix": f"model.layers.0.{kind}"}
     with server(), torch.device(device):
         if kind == "replicated":
@@ -110,7 +110,8 @@ def test_an_update_of_the_weights_is_seen(rng: torch.Generator) -> None:
 
 
 def test_layers_that_stay_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a checkpoint leaves out, those of fp8 checkpoints, and all on GPUs that SGLang has kernels for."""
+    """These are layers that a checkpoint leaves out, layers of fp8 checkpoints, and all layers on GPUs that SGLang has
+    kernels for."""
 
     def chosen(quant_config: Any) -> Any:
         with server():

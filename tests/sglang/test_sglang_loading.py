@@ -1,4 +1,5 @@
-"""What an update of a layer's weights leaves behind, and which tensors a layer's ExpertWeights were made of."""
+"""An update of a layer's weights leaves nothing behind, and a layer's ExpertWeights know the tensors that they were
+made of."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ SHAPE = Shape("renewed", 6, 2, 256, 128, bias=True)
 
 
 def made(format: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
-    """A layer with everything that its format can have: biases, scales of weights and of activations."""
+    """Makes a layer with everything that its format can have: biases, scales of weights and of activations."""
     if format in ("bf16", "f16"):
         return make_layer(SHAPE, {"bf16": torch.bfloat16, "f16": torch.float16}[format], "cpu", rng).weights()
     if format == "fp8_block":
         return make_fp8(SHAPE, "cpu", rng).weights()
     if format.startswith("fp8_tensor"):
         layer = make_fp8_tensor(SHAPE, "cpu", rng, of_rows=format.endswith("rows"))
-        # Other scales in each layer, as other checkpoints have.
+        # Each layer has other scales, as other checkpoints have.
         for scale in (layer.a13_scale, layer.a2_scale):
             scale *= 1 + torch.rand((), generator=rng)
         return layer.weights("static")
@@ -45,7 +46,7 @@ def made(format: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
 
 
 def tensors_of(weights: oxmoe.ExpertWeights) -> dict[str, Tensor]:
-    """Every tensor that the object shows."""
+    """Returns every tensor that the object shows."""
     public = {name: getattr(weights, name) for name in dir(weights) if not name.startswith("_")}
     return {name: value for name, value in public.items() if isinstance(value, Tensor)}
 
@@ -80,7 +81,8 @@ def test_the_first_weights_are_taken_as_they_are(rng: torch.Generator) -> None:
 
 
 def test_new_weights_at_an_old_address_are_seen(rng: torch.Generator) -> None:
-    """What experts were made of has no address that other weights can get: those would pass for the old ones.
+    """Tensors that experts were made of are kept, so other weights cannot get their addresses and pass for the old
+    ones.
 
     TritonKernelsQuantInfo's matrices are copied, so that nothing but Experts keeps them alive.
     """
@@ -93,7 +95,7 @@ def test_new_weights_at_an_old_address_are_seen(rng: torch.Generator) -> None:
     expected = [reference.moe(x, layer.w13, layers[0].w2, *routing) for layer in layers]
     w2 = layers[0].w2.mT.contiguous()
     for layer, wanted in zip(layers, expected, strict=True):
-        # The allocator gives again what it took back last, if it did.
+        # The allocator hands out again the memory that it took back last, if it took any.
         w13 = layer.w13.mT.contiguous()
         result = experts.run(dispatched, TritonKernelsQuantInfo(w13, w2), config)
         del w13

@@ -32,7 +32,7 @@ oxmoe.topk(logits, 2)
 
 
 def run(program: str, folder: Path) -> None:
-    """In a process of its own: prometheus_client looks for the folder when it is imported."""
+    """Runs a program in a process of its own: prometheus_client looks for the folder when it is imported."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
     done = subprocess.run([sys.executable, "-c", PROGRAM + program], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

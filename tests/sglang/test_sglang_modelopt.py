@@ -33,7 +33,7 @@ from test_sglang_fp8 import forward
 
 __all__ = ["poisoned"]
 
-BAR = 4e-3  # of bf16 activations and output
+BAR = 4e-3  # for bf16 activations and output
 FP8_BAR = 1.5e-2  # codes of activations between the products may be neighbours
 E, K, H, I = 8, 2, 256, 384  # noqa: E741
 RELU2 = {"activation": "relu2", "is_gated": False}
@@ -53,7 +53,7 @@ def quant_config(name: str, checkpoint: dict[str, Any]) -> Any:
 
 
 def with_names(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """As SGLang's loader hands it over."""
+    """Returns the checkpoint as SGLang's loader hands it over."""
     return {**copy.deepcopy(checkpoint), "packed_modules_mapping": {}}
 
 
@@ -80,7 +80,7 @@ def empty_layer(
 
 
 def load(module: FusedMoE, made: Experts) -> None:
-    """By SGLang's own loader, as its models call it."""
+    """Loads by SGLang's own loader, as its models call it."""
     for suffix, shard, expert, tensor in made.named():
         name = f"{'w2' if shard == 'w2' else 'w13'}_{suffix}"
         parameter = getattr(module, name)
@@ -111,8 +111,8 @@ def assert_near(result: Tensor, expected: Tensor, bar: float) -> None:
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("name", MAKE)
 def test_values(device: str, name: str, options: dict[str, Any], tokens: int, rng: torch.Generator) -> None:
-    """The layer against fp64 on the checkpoint's numbers, with a routed scaling factor that top-k has applied where the
-    layer says so, as SGLang's models ask it."""
+    """The layer is compared with fp64 on the checkpoint's numbers. There is a routed scaling factor, which top-k has
+    applied if the layer says so, as SGLang's models ask it."""
     checkpoint, make, bar = MAKE[name]
     made = make(E, H, I, rng, gated=not options)
     x, (weights, ids, topk) = drawn_x(tokens, H, device, rng), routed(tokens, device, rng)
@@ -126,7 +126,7 @@ def test_values(device: str, name: str, options: dict[str, Any], tokens: int, rn
     assert type(module.quant_method).__name__.startswith("OxmoeModelOpt") and module.quant_method.oxmoe
 
 
-# Experts, hidden size, a rank's columns, options: of a model's layers with fewer experts.
+# (format, experts, hidden size, a rank's columns, options) of a model's layers with fewer experts.
 MODELS = {
     "DeepSeek-R1-NVFP4, TP 8": ("modelopt_fp4", 4, 7168, 256, {}),
     "DeepSeek-V4-Flash-NVFP4": ("modelopt_fp4", 2, 4096, 2048, {"swiglu_limit": 10.0}),
@@ -174,7 +174,7 @@ def test_scales_are_there_once() -> None:
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("name", MAKE)
 def test_tensor_parallel_ranks(name: str, options: dict[str, Any], rng: torch.Generator) -> None:
-    """Two ranks' results add up to the layer's."""
+    """Results of two ranks add up to the layer's result."""
     checkpoint, make, bar = MAKE[name]
     made = make(E, H, 2 * I, rng, gated=not options)
     x, (weights, ids, topk) = drawn_x(9, H, "cpu", rng), routed(9, "cpu", rng)
@@ -192,7 +192,7 @@ def test_tensor_parallel_ranks(name: str, options: dict[str, Any], rng: torch.Ge
 @only_cores
 @pytest.mark.parametrize("options", KINDS)
 def test_expert_parallel_ranks(options: dict[str, Any], rng: torch.Generator) -> None:
-    """Half of the experts each, with their own scales."""
+    """Each rank has half of the experts, with their own scales."""
     half = E // 2
     made = cases.nvfp4(E, H, I, rng, gated=not options)
     x, (weights, ids, _) = drawn_x(9, H, "cpu", rng), routed(9, "cpu", rng)
@@ -201,7 +201,7 @@ def test_expert_parallel_ranks(options: dict[str, Any], rng: torch.Generator) ->
             module = empty_layer(quant_config("modelopt_fp4", NVFP4), **options)
             load(module, made)
             ours = range(number * half, (number + 1) * half)
-            # As the dispatcher makes them, which needs a GPU.
+            # The ids are those that the dispatcher would make, which needs a GPU.
             local = torch.where((ids >= ours.start) & (ids < ours.stop), ids - ours.start, -1).int()
             topk = StandardTopKOutput(weights, local, None)
             result = module.quant_method.apply(module, StandardDispatchOutput(x, None, topk)).hidden_states
@@ -211,7 +211,7 @@ def test_expert_parallel_ranks(options: dict[str, Any], rng: torch.Generator) ->
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("name", MAKE)
 def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
-    """DeepEP's tokens in low latency mode; the routed scaling factor is the model's."""
+    """The tokens are DeepEP's in low latency mode; the model applies the routed scaling factor."""
     checkpoint, make, bar = MAKE[name]
     made = make(E, H, I, rng)
     x, (weights, ids, _) = drawn_x(11, H, "cpu", rng), routed(11, "cpu", rng)
@@ -231,7 +231,7 @@ def test_behind_an_all_to_all(name: str, rng: torch.Generator) -> None:
 @pytest.mark.parametrize("options", KINDS)
 @pytest.mark.parametrize("name", MAKE)
 def test_updates(device: str, name: str, options: dict[str, Any], rng: torch.Generator) -> None:
-    """A second checkpoint is what the layer runs on then; on GPUs, and of fp8, every tensor stays where it was."""
+    """The layer then runs on a second checkpoint. On GPUs, and with fp8, every tensor stays where it was."""
     checkpoint, make, bar = MAKE[name]
     x, (weights, ids, topk) = drawn_x(96, H, device, rng), routed(96, device, rng)
     with server():
@@ -253,7 +253,7 @@ def test_updates(device: str, name: str, options: dict[str, Any], rng: torch.Gen
 
 
 def test_experts_without_a_gate_have_one_part() -> None:
-    """Packed w13 was written whole when each expert was; with a gate both of its parts are asked for."""
+    """Packed w13 was written whole when each expert was; with a gate both of its parts must be written."""
     for gated, given in ((False, {}), (True, {"w13_weight": (4, 8)})):
         layer = torch.nn.Module()
         layer.register_parameter("w13_weight", torch.nn.Parameter(torch.zeros(4, 2, 2)))
@@ -271,7 +271,7 @@ def test_experts_without_a_gate_have_one_part() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", KINDS)
 def test_experts_that_move(options: dict[str, Any], rng: torch.Generator) -> None:
-    """Rows of the parameters in another order, and ids that follow: the same bits."""
+    """Rows of the parameters in another order, and ids that follow, give the same bits."""
     made = cases.nvfp4(E, H, I, rng, gated=not options)
     x, (weights, ids, topk) = drawn_x(9, H, "cuda", rng), routed(9, "cuda", rng)
     order = torch.randperm(E, generator=rng).cuda()
@@ -301,7 +301,7 @@ def test_balancing_that_is_not_served(name: str, why: str, rng: torch.Generator)
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", KINDS)
 def test_beside_sglangs_own_method(options: dict[str, Any], rng: torch.Generator) -> None:
-    """Marlin's kernels, which SGLang has for Hopper; they take one global scale of gate and up."""
+    """SGLang has Marlin's kernels for Hopper; they take one global scale of gate and up."""
     pytest.importorskip("sgl_kernel")
     if modelopt_quant.ModelOptFp4Config.get_min_capability() > 90 or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("SGLang runs ModelOpt's NVFP4 on Hopper from 0.5.13 on")
@@ -319,11 +319,11 @@ def test_beside_sglangs_own_method(options: dict[str, Any], rng: torch.Generator
     assert_near(results[0], cases.moe(x, made, weights, ids), BAR)
 
 
-# Which checkpoints come to us, by SGLang's own code
+# Checkpoints that SGLang's own code gives to oxmoe
 
 
 def from_folder(folder: Path, config: dict[str, Any] | None, beside: dict[str, Any] | None) -> tuple[str, Any]:
-    """The quantization and its configuration of a config.json and an hf_quant_config.json, without a flag."""
+    """Returns the quantization and its configuration for a config.json and an hf_quant_config.json, without a flag."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.weight_utils import get_quant_config
@@ -362,7 +362,7 @@ def test_checkpoints_come_to_us(algorithm: str, place: str, tmp_path: Path) -> N
         assert quantization == "w4afp8", "as which such a release reads every mixture"
         return
     assert quantization in (name, modelopt.second_name(name))
-    # By which SGLang's models and loaders choose what they do.
+    # SGLang's models and loaders choose by this name.
     assert config.get_name() == name
     with server():
         layer = empty_layer(config)
@@ -374,7 +374,7 @@ def test_checkpoints_come_to_us(algorithm: str, place: str, tmp_path: Path) -> N
 
 
 def test_a_file_beside_the_config_in_older_releases() -> None:
-    """Where SGLang takes its own configuration for such a file, our second name leads to ours."""
+    """If SGLang takes its own configuration for such a file, oxmoe's second name leads to oxmoe's configuration."""
     name = QUANTIZATION_METHODS["modelopt"].override_quantization_method({"quant_method": "modelopt_fp4"}, None)
     if capabilities.finds_modelopt_by_name():
         assert name == "modelopt_fp4" and "oxmoe_modelopt_fp4" not in QUANTIZATION_METHODS
@@ -385,7 +385,7 @@ def test_a_file_beside_the_config_in_older_releases() -> None:
 
 @pytest.mark.parametrize("name", MAKE)
 def test_linear_layers_are_sglangs(name: str) -> None:
-    """Not touched: the method that SGLang's own configuration gives."""
+    """Linear layers keep the method that SGLang's own configuration gives."""
     checkpoint = MAKE[name][0]
     config = quant_config(name, checkpoint)
     theirs = next(kind for kind in type(config).__mro__ if kind.__module__.startswith("sglang."))
@@ -398,7 +398,7 @@ def test_linear_layers_are_sglangs(name: str) -> None:
 
 @has_mixtures
 def test_a_mixture() -> None:
-    """Each layer by its own quant_algo."""
+    """Each layer follows its own quant_algo."""
     config = quant_config("modelopt_mixed", MIXED)
     names = ["OxmoeModelOptNvFp4MoEMethod", "OxmoeModelOptFp8MoEMethod", "OxmoeModelOptNvFp4MoEMethod"]
     names += ["OxmoeMxfp8MoEMethod", "OxmoeFp8MoEMethod"] if hasattr(config, "fp8_block_config") else []
@@ -417,8 +417,8 @@ def test_a_mixture() -> None:
 
 @has_mixtures
 def test_a_hybrid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> None:
-    """SGLang's loader makes a hybrid of our fp8 configuration: NVFP4 experts run on oxmoe, names of layers are mapped,
-    and layers that are left out have their own formats."""
+    """SGLang's loader makes a hybrid of oxmoe's fp8 configuration. NVFP4 experts run on oxmoe, names of layers are
+    mapped, and layers that are left out have their own formats."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.quantization.fp8 import Fp8LinearMethod
@@ -457,7 +457,7 @@ def test_a_hybrid_that_sglang_does_not_load() -> None:
         quant_config("oxmoe", HYBRID)
 
 
-# What is refused, and on which GPU
+# Refusals, by GPU
 
 
 @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ def test_a_hybrid_that_sglang_does_not_load() -> None:
         ({"group_size": 32}, {}, "group_size 32 are not served, but with 16"),
         ({}, {"params_dtype": torch.float16}, "ModelOpt NVFP4 experts need --dtype bfloat16"),
         ({}, {"intermediate": 24}, "multiples of 16, got intermediate_size of a rank 24"),
-        ({}, {"activation": "situ"}, 'no kernel for "situ"'),
+        ({}, {"activation": "relu"}, 'no kernel for "relu"'),
         ({}, {"with_bias": True}, "ModelOpt NVFP4 experts with biases are not served"),
     ],
 )
@@ -490,7 +490,7 @@ def test_refuses_other_experts_of_fp8() -> None:
 
 
 def test_runners_that_swap_gate_and_up(rng: torch.Generator) -> None:
-    """The server's --moe-runner-backend is nothing to newer releases; older ones' loader follows it."""
+    """Newer releases ignore the server's --moe-runner-backend here; older ones' loader follows it."""
     config, made = quant_config("modelopt_fp4", NVFP4), cases.nvfp4(E, H, I, rng)
     x, (weights, ids, topk) = drawn_x(9, H, "cpu", rng), routed(9, "cpu", rng)
     for backend in ("flashinfer_cutlass", "flashinfer_cutedsl", "flashinfer_trtllm"):
@@ -524,7 +524,7 @@ def test_nvfp4_is_for_hopper(capability: tuple[int, int], ours: bool, monkeypatc
 
 
 def test_linear_layers_that_older_releases_have_for_blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts run on Hopper all the same; an NVFP4 linear layer there ends the start where SGLang has no kernel."""
+    """Experts run on Hopper all the same; an NVFP4 linear layer there ends the start if SGLang has no kernel."""
     kind = get_quantization_config("modelopt_fp4")
     assert kind.get_min_capability() <= 90 and get_quantization_config("modelopt_mixed").get_min_capability() <= 90
     config = quant_config("modelopt_fp4", NVFP4)
@@ -541,7 +541,7 @@ def test_linear_layers_that_older_releases_have_for_blackwell(monkeypatch: pytes
 
 
 def test_experts_that_sglang_quantises_while_it_loads_them() -> None:
-    """They stay its own, and its method asks for another GPU."""
+    """These experts stay SGLang's own, and its method asks for another GPU."""
     config = quant_config("modelopt_fp4", flat("FP8", group_size=16))
     assert not config.is_checkpoint_nvfp4_serialized
     with server(), pytest.raises(ValueError, match="platform does not support NVFP4"):
@@ -549,7 +549,7 @@ def test_experts_that_sglang_quantises_while_it_loads_them() -> None:
 
 
 def test_layers_of_sglangs_own_method() -> None:
-    """Where moe=oxmoe is not asked for: the start ends, and says what to do."""
+    """Without moe=oxmoe the start ends, and says what to do."""
     with server():
         module = empty_layer(modelopt_quant.ModelOptFp8Config.from_config(copy.deepcopy(FP8)))
     with pytest.raises(RuntimeError, match="let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers"):

@@ -32,7 +32,11 @@ _random = random.Random(3)
 PROMPTS = [[_random.randrange(3, 1024) for _ in range(length)] for length in (1, 2, 9, 33, 64, 150)]
 # Median distance of log-probabilities from fp32 by kind of checkpoint. On an idle CPU it is a quarter to a half of it;
 # a factor of 1.1 in w2 makes it 0.036 or more (GPT-OSS: 0.011), gate and up swapped 0.3 (0.1), stale scales 0.48.
-BARS = {"qwen": 0.02, "qwen-int4": 0.02, "qwen-nvfp4": 0.02, "qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "gpt": 0.01}
+BARS = {
+    **{"qwen": 0.02, "qwen-int4": 0.02, "qwen-awq": 0.02, "qwen-gptq": 0.02, "qwen-nvfp4": 0.02, "gpt": 0.01},
+    **{"qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "glm-fp8-channel": 0.06, "qwen-fp8-static": 0.06},
+    "qwen-modelopt-fp8": 0.06,
+}
 
 Checkpoints = Callable[[str, int], Path]
 Start = Callable[..., Server]
@@ -40,7 +44,7 @@ Start = Callable[..., Server]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """A checkpoint of a kind: number 0 or 1, which differ in every weight."""
+    """Returns a function that makes a checkpoint of a kind: number 0 or 1, which differ in every weight."""
     made: dict[tuple[str, int], Path] = {}
 
     def of(kind: str, number: int) -> Path:
@@ -76,9 +80,9 @@ def tokens(answers: list[Answer]) -> list[list[int]]:
 
 
 def assert_near(answers: list[Answer], folder: Path, kind: str) -> None:
-    """What a server says of PROMPTS and of its own tokens, against transformers' model in fp32.
+    """Compares a server's log-probabilities of PROMPTS and of its own tokens with transformers' model in fp32.
 
-    The median: where two experts are nearly as good as each other, another choice is no error and far away.
+    The median counts: if two experts are nearly as good as each other, another choice is no error, but far away.
     """
     reference = Reference(folder)
     distances = []
@@ -90,7 +94,7 @@ def assert_near(answers: list[Answer], folder: Path, kind: str) -> None:
 
 
 def assert_runs_on_oxmoe(server: Server) -> None:
-    """The server's log says it, once: before the first request what it will do, after the warm-up what it did."""
+    """The server's log says once before the first request what it will do, and after the warm-up what it did."""
     lines = server.lines()
     through = f"in SGLang {server.release.version}: MoE layers run on oxmoe through --quantization oxmoe"
     for said in (through, f"oxmoe: {LAYERS} of {LAYERS} MoE layers ran on oxmoe"):
@@ -121,7 +125,8 @@ def on(start: Start, checkpoint: Checkpoints) -> Server:
 
 @pytest.fixture(scope="class")
 def off_and_fresh(start: Start, checkpoint: Checkpoints) -> tuple[Server, list[Answer]]:
-    """SGLang alone, and what it answered on the second checkpoint, before it was updated to the first one."""
+    """Runs SGLang alone. Returns it, with its answers on the second checkpoint, before it was updated to the first
+    one."""
     off = start(checkpoint("qwen", 1), setting="")
     fresh = off.generate(PROMPTS)
     off.update(checkpoint("qwen", 0))
@@ -162,7 +167,7 @@ class TestBf16:
         chat = on.post("/v1/chat/completions", {**body, "ignore_eos": True})
         assert chat["choices"][0]["message"]["content"] == text["text"] != ""
         assert chat["choices"][0]["finish_reason"] == "length"
-        # A token for each byte, and one for each <bos>.
+        # There is a token for each byte, and one for each <bos>.
         assert chat["usage"]["prompt_tokens"] == text["meta_info"]["prompt_tokens"] == len("user: hi\nassistant: ") + 2
         assert chat["usage"]["completion_tokens"] == 12
 
@@ -187,7 +192,7 @@ class TestBf16:
             meta = answer.result()["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert 0 < meta["completion_tokens"] < 3000
-        # A client that goes away after its first token.
+        # A client goes away after its first token.
         on.first_line("/generate", {**body, "stream": True})
         assert tokens(beside) == tokens(before)
         assert on.generate(PROMPTS) == before
@@ -203,7 +208,7 @@ def blocks(start: Start, checkpoint: Checkpoints) -> Server:
 
 @pytest.fixture(scope="class")
 def blocks_of_two_ranks(start: Start, checkpoint: Checkpoints) -> Server:
-    """On the other checkpoint."""
+    """Starts two ranks on the other checkpoint."""
     return start(checkpoint("qwen-fp8", 1), "--ep-size", "2", ranks=2)
 
 
@@ -251,9 +256,16 @@ class TestInt4:
         assert_right_and_updated(start(checkpoint("qwen-int4", 0)), "qwen-int4", checkpoint)
 
 
+# MXFP8 is not among them: without a GPU SGLang refuses blocks that are not square.
+@pytest.mark.parametrize("kind", ["glm-fp8-channel", "qwen-fp8-static", "qwen-awq", "qwen-gptq", "qwen-modelopt-fp8"])
+class TestOtherFormats:
+    def test_answers_and_update(self, start: Start, checkpoint: Checkpoints, kind: str) -> None:
+        assert_right_and_updated(start(checkpoint(kind, 0)), kind, checkpoint)
+
+
 class TestGptOss:
     def test_answers_and_update(self, start: Start, checkpoint: Checkpoints) -> None:
-        # The platform's attention under a name that SGLang lets this model have.
+        # The platform's attention runs under a name that SGLang lets this model have.
         server = start(checkpoint("gpt", 0), "--attention-backend", "aiter")
         assert_right_and_updated(server, "gpt", checkpoint)
 
@@ -262,7 +274,7 @@ class TestModelOptNvfp4:
     def test_tokens_are_those_of_the_same_numbers_in_bf16(
         self, start: Start, checkpoint: Checkpoints, tmp_path: Path
     ) -> None:
-        """By hf_quant_config.json; the update is to a checkpoint with all in config.json."""
+        """hf_quant_config.json names the format; the update is to a checkpoint with all in config.json."""
         server = start(checkpoint("qwen-nvfp4-file", 0))
         plain = start(dequantised(checkpoint("qwen-nvfp4-file", 0), tmp_path), "--quantization", "oxmoe")
         answers = server.generate(PROMPTS)
@@ -275,7 +287,7 @@ class TestModelOptNvfp4:
         assert_near(after, checkpoint("qwen-nvfp4", 1), "qwen-nvfp4")
 
 
-# The oldest release, and what is not served
+# The oldest release, and refusals
 
 
 @needs_oldest
@@ -290,7 +302,7 @@ class TestOldest:
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Starts a server that is to end by itself, with an error: its log."""
+    """Starts a server that must end by itself with an error, and returns its log."""
     servers: list[Server] = []
 
     def of(checkpoint: Path, *options: str, **how: object) -> str:

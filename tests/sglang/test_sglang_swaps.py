@@ -45,7 +45,7 @@ from sglang_server import (
 )
 
 GPT_OSS_BF16 = Shape("gpt-oss", 8, 4, 120, 120, True, tuple(GPT_OSS.items()))
-# triton_kernels' form of a top-k result, which came with another layout of MXFP4 weights.
+# Whether triton_kernels' form of a top-k result is the newer one, which came with another layout of MXFP4 weights.
 RAGGED = "a_ragged_metadata" in TritonKernelTopKOutput._fields
 GPT_OSS_CONFIG = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
 
@@ -60,7 +60,7 @@ def config(experts: int = 8, **options: Any) -> MoeRunnerConfig:
 
 
 def routed(form: str, x: Tensor, logits: Tensor, top_k: int) -> Any:
-    """The same routing in each form that SGLang's top-k has."""
+    """Returns one routing in each form that SGLang's top-k has."""
     if form == "bypassed":
         return BypassedTopKOutput(x, logits, TopKConfig(top_k=top_k))
     if form == "standard":
@@ -77,7 +77,7 @@ def routed(form: str, x: Tensor, logits: Tensor, top_k: int) -> Any:
 
 
 def forward(module: FusedMoE, x: Tensor, topk: Any) -> Tensor:
-    """The layer as it runs on CUDA: SGLang's own method has other code for CPU tensors."""
+    """Runs the layer as it runs on CUDA: SGLang's own method has other code for CPU tensors."""
     if x.is_cuda:
         return module(x, topk)
     dispatched = module.dispatcher.dispatch(x, topk)
@@ -242,7 +242,7 @@ def flashinfer_info(blocks: Blocks, release: str, config: MoeRunnerConfig, **fie
     ((module, name),) = OF_CUTLASS
     kind = getattr(importlib.import_module(f"sglang.{module}"), name)
     if "moe_ep_rank" in {field.name for field in dataclasses.fields(kind)}:
-        # Where the configuration does not say it.
+        # The configuration does not say it, so this quant_info does.
         size = config.num_experts // config.num_local_experts
         fields |= {"moe_ep_size": size, "moe_ep_rank": size - 1}
     given = blocks.interleaved(release)
@@ -258,7 +258,7 @@ def flashinfer_info(blocks: Blocks, release: str, config: MoeRunnerConfig, **fie
 
 
 def expert_parallel(experts: int, rank: int, size: int) -> MoeRunnerConfig:
-    """A configuration whose layer is the last of `size` ranks."""
+    """Returns a configuration whose layer is the last of `size` ranks."""
     if not hasattr(MoeRunnerConfig, "moe_ep_rank"):
         return MoeRunnerConfig(num_experts=experts * size, num_local_experts=experts, top_k=2)
     layer = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=size, moe_ep_rank=rank)
@@ -270,7 +270,7 @@ def expert_parallel(experts: int, rank: int, size: int) -> MoeRunnerConfig:
 @pytest.mark.parametrize("tokens", [0, 1, 33])
 @pytest.mark.parametrize("size", [1, 2])
 def test_flashinfer_mxfp4(device: str, form: str, tokens: int, size: int, rng: torch.Generator) -> None:
-    """The last of `size` ranks: ids are of all experts."""
+    """The layer is that of the last of `size` ranks, and ids are those of all experts."""
     from oxmoe.sglang.experts import Experts
 
     blocks = Blocks(8, 256, 128, device, rng)
@@ -297,6 +297,27 @@ def test_flashinfer_mxfp4_takes_unpadded_tokens(rng: torch.Generator) -> None:
     weights, ids = oxmoe.topk(logits, 2)
     padded = torch.nn.functional.pad(x, (0, 64))
     assert_close_ulp(result, blocks.expected(padded, weights, ids)[:, :192])
+
+
+@only_cutlass
+def test_flashinfer_mxfp4_runs_situ(device: str, rng: torch.Generator) -> None:
+    """The configuration's activation selects SiTU. SGLang's quant_info may have made SwiGLU's numbers of the two
+    bounds."""
+    from oxmoe.sglang.experts import Experts
+
+    blocks = Blocks(8, 256, 128, device, rng)
+    x = torch.randn(9, 256, generator=rng).bfloat16().to(device)
+    logits = tie_free_logits(9, 8, rng).to(device)
+    bounds = {"gemm1_alpha": 1.5, "gemm1_clamp_limit": 0.75}
+    config = dataclasses.replace(expert_parallel(8, 0, 1), activation="situ", **bounds)
+    info = flashinfer_info(blocks, "0.7", config, swiglu_alpha=torch.full((8,), 1.5, device=device))
+    result = Experts().run(StandardDispatchOutput(x, None, routed("standard", x, logits, 2)), info, config)
+    weights, ids = oxmoe.topk(logits, 2)
+    options = {"activation": "situ", "situ_beta": 1.5, "situ_linear_beta": 0.75}
+    assert_close_ulp(result, blocks.expected(x, weights, ids, **options))
+    config = dataclasses.replace(config, gemm1_clamp_limit=None)
+    with pytest.raises(NotImplementedError, match="serves no SiTU without a bound of up"):
+        Experts().prepare(info, config)
 
 
 @only_cutlass
@@ -343,7 +364,7 @@ def test_mxfp4_call_routes_as_sglang(chosen: dict[str, Any], rng: torch.Generato
 
 
 def mxfp4_layer(blocks: Blocks, **options: Any) -> FusedMoE:
-    """SGLang's layer, loaded by its own loader from a checkpoint's tensors."""
+    """Returns SGLang's layer, loaded by its own loader from a checkpoint's tensors."""
     quant_config = get_quantization_config("oxmoe").from_config({"quant_method": "mxfp4"})
     with torch.device(blocks.device):
         module = FusedMoE(
@@ -379,7 +400,7 @@ def load_mxfp4(module: FusedMoE, blocks: Blocks) -> None:
 def test_mxfp4_checkpoint(
     device: str, tokens: int, form: str, intermediate: int, backend: str, rng: torch.Generator
 ) -> None:
-    """triton_kernel: what SGLang chooses for GPT-OSS where it finds triton_kernels."""
+    """SGLang chooses triton_kernel for GPT-OSS if it finds triton_kernels."""
     if tokens == 0 and form == "triton_kernel":
         pytest.skip("triton_kernels' tables have rows")
     blocks = Blocks(8, 256, intermediate, device, rng)
@@ -445,7 +466,7 @@ def test_layer_in_cuda_graph(kind: str, rng: torch.Generator) -> None:
         else:
             module = fused_moe(make_layer(SHAPE, torch.bfloat16, "cuda", rng), quantized=False)
             x = x[:, : SHAPE.hidden].contiguous()
-            # Weights are transposed at the first call, which a capture says.
+            # Weights are transposed at the first call, and a capture says so.
             with pytest.raises(RuntimeError, match="prepared at its first call"), torch.cuda.graph(graph):
                 module(x, topk)
         module(x, topk)
@@ -499,7 +520,7 @@ def test_mxfp4_checkpoint_refuses_other_dtypes() -> None:
     ids=str,
 )
 def test_checkpoints_that_are_ours(checkpoint: dict[str, Any], asked: str | None, expected: str | None) -> None:
-    """As ModelConfig asks every quantization."""
+    """ModelConfig asks every quantization in this way."""
     answers = {name: method.override_quantization_method(checkpoint, asked) for name, method in _methods().items()}
     assert answers["oxmoe"] == expected
 
@@ -516,7 +537,7 @@ def test_quantization_refuses_other_checkpoints() -> None:
 
 
 def test_a_gpt_oss_checkpoint_comes_to_us(tmp_path: Path) -> None:
-    """From its config.json to its layers' method, by SGLang's own code, without a flag."""
+    """A config.json leads to the layers' method by SGLang's own code, without a flag."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.model_loader.weight_utils import get_quant_config

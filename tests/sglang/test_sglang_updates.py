@@ -34,7 +34,7 @@ def _installed() -> None:
 
 
 def write(module: FusedMoE, tensors: dict[str, Any], experts: range | None = None) -> None:
-    """By SGLang's own loader, as a model's load_weights does; nothing is processed."""
+    """Writes by SGLang's own loader, as a model's load_weights does; nothing is processed."""
     for expert in experts or range(module.num_experts):
         for suffix, tensor in tensors.items():
             for shard in ("w1", "w3", "w2"):
@@ -48,7 +48,8 @@ def bits(module: FusedMoE) -> list[Tensor]:
 
 
 def without_input_scales(name: str, rng: torch.Generator, device: str = "cpu") -> dict[str, Any]:
-    """SGLang's loader refuses another input scale than the one that is there, so they stay."""
+    """Returns tensors without input scales: SGLang's loader refuses other ones than those that are there, so these
+    stay."""
     tensors = fp8_tensors(drawn(name, device, rng), MODES[name][1])
     tensors.pop("input_scale", None)
     return tensors
@@ -76,7 +77,8 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("name", ONE_SCALE)
 def test_an_update_that_is_not_processed_is_refused(name: str, rng: torch.Generator) -> None:
-    """update_weights_from_tensor and _from_distributed without begin_weight_update, as all are in older releases."""
+    """These are update_weights_from_tensor and _from_distributed without begin_weight_update, as all are in older
+    releases."""
     config, mode = MODES[name]
     first, x_and_topk = drawn(name, "cpu", rng), given("cpu", rng)
     with server():
@@ -92,7 +94,7 @@ def test_an_update_that_is_not_processed_is_refused(name: str, rng: torch.Genera
 @pytest.mark.parametrize("threads", [False, True], ids=["one-thread", "threads"])
 @pytest.mark.parametrize("name", ONE_SCALE)
 def test_an_update_by_sglangs_loader_is_right(name: str, threads: bool, rng: torch.Generator) -> None:
-    """update_weights_from_disk."""
+    """This is update_weights_from_disk."""
     config, mode = MODES[name]
     x_and_topk = given("cpu", rng)
     tensors = fp8_tensors(drawn(name, "cpu", rng), mode)
@@ -111,7 +113,7 @@ def test_an_update_by_sglangs_loader_is_right(name: str, threads: bool, rng: tor
 
 
 def test_who_processes_weights_is_known_by_name() -> None:
-    """Also update_weights_from_ipc, whose checkpoint engine is not installed here."""
+    """One of them is update_weights_from_ipc, whose checkpoint engine is not installed here."""
     source = "def {}(ask):\n    return ask()\n"
     for module, name, known in (
         ("sglang.srt.checkpoint_engine.checkpoint_engine_worker", "update_weights_from_ipc", True),
@@ -137,7 +139,7 @@ def test_those_functions_are_there_and_process_weights() -> None:
 @only_announced
 @pytest.mark.parametrize("name", ONE_SCALE)
 def test_an_announced_update_is_right(name: str, rng: torch.Generator) -> None:
-    """begin_weight_update, requests that write, end_weight_update."""
+    """An announced update has begin_weight_update, requests that write, and end_weight_update."""
     config, mode = MODES[name]
     x_and_topk = given("cpu", rng)
     tensors = fp8_tensors(drawn(name, "cpu", rng), mode)
@@ -169,7 +171,7 @@ def test_weights_that_lie_as_sglang_has_them_take_every_update(rng: torch.Genera
 
 @pytest.mark.parametrize("name", ["channel", "tensor"])
 def test_a_parameter_that_got_other_memory_is_an_error(name: str, rng: torch.Generator) -> None:
-    """ExpertWeights own what they were made of: without the error a call would have the old numbers."""
+    """ExpertWeights own the tensors that they were made of: without the error a call would have the old numbers."""
     config, mode = MODES[name]
     with server():
         module = empty_layer(SHAPE, config, "cpu")
@@ -194,7 +196,7 @@ def mxfp8_tensors(layer: Any) -> dict[str, Any]:
 
 
 def packed_layer(device: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> FusedMoE:
-    """MXFP8 experts, packed in their parameters' memory on a GPU; on a CPU they only count as packed."""
+    """Makes MXFP8 experts, packed in their parameters' memory on a GPU; on a CPU they only count as packed."""
     if device == "cpu":
         monkeypatch.setattr(loading, "packed_parameters", lambda layer, weights: set(PACKED))
         monkeypatch.setattr(loading, "is_derived", lambda layer, weights: True)

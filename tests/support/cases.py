@@ -54,7 +54,8 @@ OTHER_MODELS = {
     if name not in MODELS
 }
 
-# The models' ratios and divisibility, small enough for a loop on CPU; then sizes that are no multiple of a tile.
+# Layers with the models' ratios and divisibility, small enough for a loop on CPU; then sizes that are no multiple of a
+# tile.
 REDUCED = (
     Shape("qwen3-small", 16, 8, 256, 96),
     Shape("mixtral-small", 8, 2, 512, 896),
@@ -71,7 +72,7 @@ ODD = (
 )
 TINY = Shape("tiny", 6, 3, 64, 48)
 
-# Token counts for every shape, and those of decoding: on a GPU every small one, and either side of 16 and 32.
+# Token counts for every shape, and for decoding: on a GPU every small count, and either side of 16 and 32.
 TOKENS = (0, 1, 7, 64)
 FEW_TOKENS = {"cpu": (1, 2, 9, 33), "cuda": (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33)}
 
@@ -86,6 +87,9 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
     "limit-after": {"limit": 0.25, "clamp": "after"},
     "geglu": {"activation": "gelu"},
     "geglu-tanh": {"activation": "gelu_tanh"},
+    # The first has bounds that every layer here reaches. The second is SiTU without the second bound.
+    "situ": {"activation": "situ", "situ_beta": 1.25, "situ_linear_beta": 0.75, "layout": "up_gate"},
+    "situ-unbounded": {"activation": "situ"},
     "relu2": {"activation": "relu2"},
     "silu-plain": {"activation": "silu", "gated": False},
     "gelu-plain": {"activation": "gelu", "gated": False},
@@ -94,7 +98,8 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 
 
 def draws(x: Tensor, rows: int = 8) -> list[Tensor]:
-    """x, and beside fewer than `rows` rows x with its columns rotated: a share of moved elements needs many rows.
+    """Returns x, and beside fewer than `rows` rows x with its columns rotated: a share of moved elements needs many
+    rows.
 
     The elements of a row share the intermediate values that rounded to a neighbour: one such value of an expert with 64
     columns moves an eighth of the row, and in a single row that is luck.
@@ -106,7 +111,8 @@ PATTERNS = ("uniform", "skewed", "one_expert", "duplicates", "holes", "all_holes
 
 
 def make_routing(pattern: str, tokens: int, experts: int, top_k: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(topk_weights fp32 [T, k], topk_ids int32 [T, k]) on CPU. Weights of absent experts are NaN: never read."""
+    """Returns (topk_weights fp32 [T, k], topk_ids int32 [T, k]) on CPU. Weights of absent experts are NaN: never
+    read."""
     weights = torch.rand((tokens, top_k), generator=rng) + 0.05
     weights /= weights.sum(1, keepdim=True)
     popularity = torch.ones(experts)
@@ -128,7 +134,7 @@ def make_routing(pattern: str, tokens: int, experts: int, top_k: int, rng: torch
     elif pattern == "all_holes":
         ids = torch.full_like(ids, -1)
     elif pattern == "uneven":
-        # One expert gets every token, the rest one slot each or none.
+        # One expert gets every token, and the others get one slot each or none.
         ids = torch.full_like(ids, experts - 1)
         flat = ids.view(-1)
         flat[: min(flat.numel(), experts // 2)] = torch.arange(min(flat.numel(), experts // 2))
@@ -138,14 +144,15 @@ def make_routing(pattern: str, tokens: int, experts: int, top_k: int, rng: torch
 
 
 def tie_free_logits(tokens: int, experts: int, rng: torch.Generator, *, step: float = 1 / 32) -> Tensor:
-    """fp32 logits, distinct within a row and exact in bf16 up to 256 experts: every implementation chooses alike."""
+    """Returns fp32 logits, distinct within a row and exact in bf16 up to 256 experts: every implementation chooses
+    alike."""
     rows = [torch.randperm(experts, generator=rng) for _ in range(tokens)]
     return (torch.stack(rows) - experts // 2).float() * step if rows else torch.zeros((0, experts))
 
 
 def tie_free_groups(tokens: int, experts: int, rng: torch.Generator) -> Tensor:
-    """tie_free_logits for groups judged by two sigmoids: the offset keeps sigmoid(a) + sigmoid(-a) = 1 from making
-    groups tie up to rounding; no longer exact in bf16."""
+    """Returns tie_free_logits for groups judged by two sigmoids. The offset keeps sigmoid(a) + sigmoid(-a) = 1 from
+    making groups tie up to rounding; the logits are no longer exact in bf16."""
     return tie_free_logits(tokens, experts, rng) + 0.37
 
 
@@ -179,7 +186,7 @@ def make_layer(
     bias_dtype: torch.dtype | None = None,
     local_experts: int | None = None,
 ) -> Layer:
-    """Random weights scaled so that activations and outputs are of size one."""
+    """Makes random weights, scaled so that activations and outputs are of size one."""
     experts = local_experts or shape.experts
     # A model's layer has a billion numbers: a GPU draws its own, from a seed of rng.
     seed = int(torch.randint(1 << 62, (), generator=rng))
@@ -203,7 +210,7 @@ def make_x(tokens: int, shape: Shape, dtype: torch.dtype, device: str, rng: torc
 
 
 def make_workspace(size: int, device: torch.device | str) -> Tensor:
-    """size bytes of 0xFF (NaN as a float, -1 as an index), 256-byte aligned: torch aligns to 64 on CPU."""
+    """Returns size bytes of 0xFF (NaN as a float, -1 as an index), 256-byte aligned: torch aligns to 64 on CPU."""
     room = torch.full((size + 256,), 0xFF, dtype=torch.uint8, device=device)
     start = -room.data_ptr() % 256
     return room[start : start + size]

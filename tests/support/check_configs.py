@@ -1,4 +1,5 @@
-"""config.json of the models that people serve, written here: the fields that describe their MoE layers, true sizes."""
+"""The config.json of models that people serve, written here: the fields that describe their MoE layers, in true
+sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ HYBRID = {**FP8, "quant_algo": "MIXED_PRECISION", "moe_quant_algo": "NVFP4", "gr
 
 
 def mixed(**algorithms: str) -> dict[str, Any]:
-    """ModelOpt's, with these layers: "NVFP4" of backbone_layers_1 and so on."""
+    """Returns ModelOpt's config of a mixture of these layers: "NVFP4" for backbone_layers_1 and so on."""
     layers = {name.replace("_layers_", ".layers.") + ".mixer.experts.0.up_proj": of for name, of in algorithms.items()}
     listed = {name: {"quant_algo": algorithm} for name, algorithm in layers.items()}
     config = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
@@ -35,6 +36,7 @@ def compressed(weights: Config, inputs: Config | None, **more: Any) -> Config:
 _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 CHANNEL = compressed({"num_bits": 8, "strategy": "channel"}, _TOKEN, format="float-quantized")
 NVFP4 = compressed({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, None, format="nvfp4-pack-quantized")
+K3_MXFP4 = compressed({"num_bits": 4, "strategy": "group", "group_size": 32}, None, format="mxfp4-pack-quantized")
 INT4 = compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, None, format="pack-quantized")
 
 W4AFP8 = compressed({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, _TOKEN)
@@ -43,7 +45,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False,
 
 
 def changed(quantised: Config, **weights: Any) -> Config:
-    """A compressed-tensors config with other weights."""
+    """Returns a compressed-tensors config with other weights."""
     (group,) = quantised["config_groups"].values()
     return {**quantised, "config_groups": {"group_0": {**group, "weights": {**group["weights"], **weights}}}}
 
@@ -55,7 +57,7 @@ def _model(architecture: str, layers: int, hidden: int, quantised: Config | None
 
 
 def _nested(architecture: str, config: Config) -> Config:
-    """A multimodal model's: the language model's fields in text_config."""
+    """Returns a multimodal model's config: the language model's fields are in text_config."""
     outside = {"architectures": [architecture], "torch_dtype": "bfloat16", "vision_config": {"hidden_size": 1152}}
     if quantised := config.pop("quantization_config", None):
         outside["quantization_config"] = quantised
@@ -63,7 +65,7 @@ def _nested(architecture: str, config: Config) -> Config:
 
 
 def _many(experts: int, top_k: int, intermediate: int, **fields: Any) -> Config:
-    """DeepSeek's names of the fields."""
+    """Returns fields by DeepSeek's names."""
     sizes = {"n_routed_experts": experts, "num_experts_per_tok": top_k, "moe_intermediate_size": intermediate}
     return {**sizes, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, **fields}
 
@@ -111,7 +113,7 @@ def kimi_k2(quantised: Config = FP8) -> Config:
 
 
 def kimi_k25() -> Config:
-    """Its quantisation is the text model's, which SGLang's configuration lifts out of there."""
+    """Returns Kimi-K2.5's config. SGLang's configuration lifts the text model's quantisation out of text_config."""
     text = kimi_k2(INT4)
     return {**_nested("KimiK25ForConditionalGeneration", dict(text)), "quantization_config": None, "text_config": text}
 
@@ -183,8 +185,10 @@ def kimi_linear() -> Config:
     return _model("KimiLinearForCausalLM", 27, 2304, **sizes)
 
 
-def kimi_k3() -> Config:
-    config = kimi_linear() | {"hidden_act": "situ", "activation_situ_beta": 1.0, "activation_situ_linear_beta": 2.0}
+def kimi_k3(quantised: Config | None = None) -> Config:
+    config = kimi_linear() | ({} if quantised is None else {"quantization_config": quantised})
+    config |= {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+    config |= {"routed_expert_hidden_size": 1536}
     return _nested("KimiK3ForConditionalGeneration", config)
 
 
@@ -233,8 +237,23 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
     ),
     "Kimi-K2-Instruct": (kimi_k2(), 16, "fp8, 128 x 128 blocks", 60, []),
     "Kimi-K2-Thinking": (kimi_k2(INT4), 8, "int4 of compressed-tensors, groups of 32", 60, []),
+    "DeepSeek-V3.1-Terminus-W4AFP8": (
+        deepseek_v3({"quant_method": "w4afp8", "activation_scheme": "static"}),
+        8,
+        "int4 of W4AFP8, groups of 128, bf16 activations (its fp8 scales of activations are not used)",
+        58,
+        [],
+    ),
     "Kimi-K2.5": (kimi_k25(), 8, "int4 of compressed-tensors, groups of 32", 60, []),
     "Kimi-Linear": (kimi_linear(), 4, "bf16", 26, ["--quantization oxmoe"]),
+    "Kimi-K3": (kimi_k3(), 8, "bf16", 26, ["--quantization oxmoe"]),
+    "Kimi-K3-MXFP4": (
+        kimi_k3(K3_MXFP4),
+        8,
+        "MXFP4 of compressed-tensors, bf16 activations",
+        26,
+        ["--moe-runner-backend flashinfer_mxfp4"],
+    ),
     "Qwen3-30B-A3B": (qwen3_30b(), 8, "bf16", 48, ["--quantization oxmoe"]),
     "Qwen3-30B-A3B-FP8": (qwen3_30b(FP8), 2, "fp8, 128 x 128 blocks", 48, []),
     "Qwen3-235B-A22B-FP8": (qwen3_235b(), 4, "fp8, 128 x 128 blocks", 94, []),
@@ -344,17 +363,11 @@ SERVED: dict[str, tuple[Config, int, str, int, list[str]]] = {
 REFUSED: dict[str, tuple[Config, int, str]] = {
     "DeepSeek-R1-NVFP4 AWQ": (deepseek_v3({**MODELOPT, "quant_algo": "NVFP4_AWQ"}), 8, "quant_algo NVFP4_AWQ is not"),
     "NVFP4 with other groups": (deepseek_v3({**MODELOPT, "group_size": 32}), 8, "group_size 32: served is 16"),
-    "DeepSeek-R1-W4AFP8": (
-        deepseek_v3({"quant_method": "w4afp8"}),
-        8,
-        "takes int4 weights of compressed-tensors, awq and gptq alone",
-    ),
     "MXFP4 experts that are cut between two blocks of scales": (
         deepseek_v4() | {"moe_intermediate_size": 1344},
         16,
         "MXFP4 in an fp8 checkpoint: .* must be multiples of 32, got intermediate_size of a rank 84",
     ),
-    "Kimi-K3": (kimi_k3(), 8, 'no kernel for "situ"'),
     "Qwen3-235B on eight": (qwen3_235b(), 8, "intermediate_size of a rank 192.*--ep-size 2 the sizes are served"),
     "MiniMax-M2 on eight": (minimax_m2(), 8, "intermediate_size of a rank 192"),
     "int8": (qwen3_30b(changed(INT4, num_bits=8)), 1, "integers of 8 bits; served is int4"),
@@ -372,8 +385,16 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     "GPTQ, desc_act": (mixtral({**GPTQ, "desc_act": True}), 2, "desc_act: groups have columns in activation order"),
     "GPTQ, sym false": (mixtral({**GPTQ, "sym": False}), 2, "GPTQ with sym false: SGLang's linear layers"),
     "GPTQ with rules": (qwen3_30b({**GPTQ, "dynamic": {".*experts.*": {"bits": 8}}}), 1, "rules of their own"),
-    "GPTQ, no rules": (qwen3_30b({**GPTQ, "dynamic": {"-:(": {}}}), 1, "which is no regular expression"),
-    "auto-round": (mixtral({"quant_method": "auto-round", "bits": 4}), 2, "of compressed-tensors, awq and gptq alone"),
+    "GPTQ, no rules": (
+        qwen3_30b({**GPTQ, "dynamic": {"-:(": {}}}),
+        1,
+        "dynamic: no regular expression that can be used",
+    ),
+    "auto-round": (
+        mixtral({"quant_method": "auto-round", "bits": 4}),
+        2,
+        "of compressed-tensors, awq, gptq and w4afp8 alone",
+    ),
     "fp8 of ModelOpt with other sizes": (
         nemotron(MODELOPT_FP8, moe_intermediate_size=1848),
         1,
@@ -389,6 +410,16 @@ REFUSED: dict[str, tuple[Config, int, str]] = {
     "Qwen3-30B in channels on 32": (qwen3_30b(CHANNEL), 32, "intermediate_size of a rank one of 16, got .*rank 24;"),
     "Mixtral, int4 of compressed-tensors": (mixtral(INT4), 2, "SGLang builds Mixtral without MoE layers"),
     "fp8 of other blocks": (qwen3_30b({**FP8, "weight_block_size": [64, 64]}), 1, r"weight_block_size \[64, 64\]"),
+    "MiniMax-M3.1, NVFP4 experts": (
+        minimax_m3({**MXFP8, "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}),
+        4,
+        "experts of this MXFP8 checkpoint are 'NVFP4': oxmoe does not take them over",
+    ),
+    "MXFP4 of compressed-tensors in another model": (
+        qwen3_30b(K3_MXFP4),
+        1,
+        "num_bits 4 strategy 'group' group_size 32",
+    ),
     "MXFP4 without alpha": (qwen3_30b(MXFP4), 1, "without gemm1_alpha"),
     "a method that is not known": (qwen3_30b({"quant_method": "fp3"}), 1, "quant_method fp3: is not known"),
     "no method": (qwen3_30b({"bits": 4}), 1, "quantization_config has no quant_method"),

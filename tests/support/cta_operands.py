@@ -10,10 +10,12 @@ from torch import Tensor
 
 from fake_cuda.harness import STRUCTS
 
-IDENTITY, SWIGLU, GEGLU, RELU2, EXPERT_SWIGLU = 0, 1, 2, 4, 8
-NAMES = {SWIGLU: "silu", GEGLU: "gelu", RELU2: "relu2", EXPERT_SWIGLU: "silu"}
+IDENTITY, SWIGLU, GEGLU, RELU2, EXPERT_SWIGLU, SITU = 0, 1, 2, 4, 8, 9
+NAMES = {SWIGLU: "silu", GEGLU: "gelu", RELU2: "relu2", EXPERT_SWIGLU: "silu", SITU: "situ"}
+# SiTU's bounds, which sums of these tests reach. Kernels have them in the place of alpha and beta.
+BOUNDS = {"situ_beta": 1.5, "situ_linear_beta": 2.0}
 DTYPES = {torch.float32: 0, torch.bfloat16: 2}
-GAP = 5  # places in front of each tile, and behind the last, that are no tile's
+GAP = 5  # places before each tile and behind the last that belong to no tile
 POISON = 0xFF  # NaN in every dtype here
 
 
@@ -26,7 +28,7 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def poison_idle(experts: set[int], *of_experts: Tensor | None) -> None:
-    """All experts but `experts`."""
+    """Poisons the tensors of all experts but `experts`."""
     for tensor in filter(lambda t: t is not None, of_experts):
         tensor.view(torch.uint8)[list(set(range(len(tensor))) - experts)] = POISON
 
@@ -38,6 +40,8 @@ def is_poison_but(written: Tensor, tensor: Tensor) -> bool:
 
 
 def activation(kind: int, *, alpha: float = 1.0, beta: float = 0.0, limit: float = math.inf) -> ctypes.Structure:
+    if kind == SITU:
+        alpha, beta = BOUNDS.values()
     limits = {"gate_limit": limit, "silu_limit": math.inf, "up_limit": limit}
     return STRUCTS["Activation"](kind=kind, alpha=alpha, beta=beta, **limits)
 
@@ -54,9 +58,9 @@ class Placed:
             self.of_tiles.append(torch.arange(place, place + count))
             place += count + GAP
         self.places, self.inside = place, torch.cat(self.of_tiles)
-        # Behind the last tile one that must not be looked at.
+        # Behind the last tile stands one that no kernel may look at.
         self.table = torch.tensor([*self.tiles, [tiles[-1][0], 0, tiles[0][1], 0]], dtype=torch.int32)
 
     def rows(self, experts: int) -> Tensor:
-        """Of each expert."""
+        """Returns the rows of each expert."""
         return torch.tensor([sum(count for of, _, count, _ in self.tiles if of == e) for e in range(experts)])

@@ -25,7 +25,7 @@ def drawn(shape: Shape, rng: torch.Generator, a4: bool = True) -> Nvfp4:
 
 
 def operands(layer: Nvfp4, local: slice = slice(None)) -> dict[str, Any]:
-    """As SGLang prepares them: [up; gate] in chunks of 64 rows, scales as MMA views."""
+    """Returns the operands as SGLang prepares them: [up; gate] in chunks of 64 rows, scales as MMA views."""
     shape, w13, w13_scale = layer.shape, layer.w13[local], layer.w13_scale[local]
     if shape.gated:
         w13, w13_scale = (nvfp4.interleave_w13_halves(torch.cat(t.chunk(2, 1)[::-1], 1)) for t in (w13, w13_scale))
@@ -49,7 +49,7 @@ def quantised(layer: Nvfp4, x: Tensor) -> tuple[Tensor, Tensor | None]:
     if layer.roundings is None:
         return x, None
     codes, scales = nvfp4.fp4_quantize(x, layer.roundings[0][:1], is_sf_swizzled_layout=False)
-    # As flashinfer's tests and SGLang hand them over.
+    # flashinfer's tests and SGLang hand tokens over in this form.
     return codes, scales.view(E4M3).reshape(len(x), x.shape[1] // 16)
 
 

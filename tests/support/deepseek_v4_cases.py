@@ -24,14 +24,14 @@ CHECKPOINT = {
 V4 = {"swiglu_limit": 10.0, "routed_scaling_factor": 1.5}
 SMALL = Shape("v4-small", 8, 3, 256, 192)
 NOT_PACKED_IN_PLACE = Shape("v4-odd", 8, 3, 256, 96)
-# True sizes of an expert, fewer of them: Flash whole, and what a rank of eight has of Pro.
+# Experts of true sizes, but fewer: Flash whole, and the part of Pro that a rank of eight has.
 FLASH, PRO_TP8 = Shape("v4-flash", 8, 6, 4096, 2048), Shape("v4-pro-tp8", 8, 6, 7168, 384)
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Tensors = dict[str, Callable[[int, str], Tensor]]
 
 
 def config(**fields: Any) -> Any:
-    """As SGLang's loader leaves it when it has seen MXFP4 experts."""
+    """Returns the configuration as SGLang's loader leaves it when it has seen MXFP4 experts."""
     quant_config = get_quantization_config("oxmoe").from_config(dict(CHECKPOINT))
     for name, value in {"is_fp4_experts": True, **fields}.items():
         setattr(quant_config, name, value)
@@ -52,19 +52,19 @@ def empty(shape: Shape, device: str = "cpu", quant_config: Any = None, **options
 
 
 def drawn(shape: Shape, device: str, rng: torch.Generator) -> Blocks:
-    """Some experts' sums are far beyond the limit of 10, others' are within."""
+    """Makes a layer: some experts' sums are far beyond the limit of 10, others' are within."""
     blocks = make_blocks(shape, "bf16", device, rng)
     blocks.w13_scale[::2] += 4
     return blocks
 
 
 def parts(w13: Tensor, w2: Tensor) -> Callable[[int, str], Tensor]:
-    """Gate's, up's and down's part of [E, 2I, ...] and [E, ...]."""
+    """Returns a function that gives the part of gate, up or down of [E, 2I, ...] and [E, ...]."""
     return lambda expert, shard: w2[expert] if shard == "w2" else w13[expert].chunk(2)[shard == "w3"]
 
 
 def tensors_of(blocks: Blocks, *, codes: torch.dtype = torch.int8, scales: Any = torch.float8_e8m0fnu) -> Tensors:
-    """A checkpoint's, by the dtypes that it may have."""
+    """Returns a checkpoint's tensors, by the dtypes that it may have."""
     bytes_of = blocks.w13_scale, blocks.w2_scale
     of_scales = [scale.view(torch.float8_e8m0fnu) for scale in bytes_of]
     kept = bytes_of if scales is torch.uint8 else [scale.to(scales) for scale in of_scales]
@@ -75,7 +75,7 @@ def tensors_of(blocks: Blocks, *, codes: torch.dtype = torch.int8, scales: Any =
 
 
 def write(module: FusedMoE, tensors: Tensors, experts: Any = None) -> None:
-    """By SGLang's own loader, as the model's load_weights does; nothing is processed."""
+    """Writes by SGLang's own loader, as the model's load_weights does; nothing is processed."""
     for expert in experts if experts is not None else range(module.num_experts):
         for suffix, tensor in tensors.items():
             for shard in ("w1", "w3", "w2"):
@@ -96,7 +96,7 @@ def layer_of(blocks: Blocks, **options: Any) -> FusedMoE:
 
 
 def numbers(codes: Tensor, scales: Tensor) -> Tensor:
-    """[R, C] of codes [R, C / 2], the even column in the low nibble, and scale bytes [R, C / 32]."""
+    """Returns [R, C] of codes [R, C / 2], the even column in the low nibble, and scale bytes [R, C / 32]."""
     of_nibbles = torch.cat([E2M1, -E2M1])
     of_bytes = torch.stack([of_nibbles.repeat(16), of_nibbles.repeat_interleave(16)], 1).to(codes.device)
     exact = of_bytes[codes.int()].flatten(-2).unflatten(-1, (-1, 32))
@@ -104,7 +104,8 @@ def numbers(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def expected(blocks: Blocks, x: Tensor, weights: Tensor, ids: Tensor, *, factor: float = 1.5) -> Tensor:
-    """In fp64, without a rounding between: the gate bounded from above, up on both sides, then SiLU."""
+    """Computes the layer in fp64, without a rounding between: the gate bounded from above, up on both sides, then
+    SiLU."""
     result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for expert in ids[ids >= 0].unique().tolist():
         tokens, slots = torch.where(ids == expert)
@@ -120,7 +121,7 @@ def expected(blocks: Blocks, x: Tensor, weights: Tensor, ids: Tensor, *, factor:
 
 
 def close(result: Tensor, truth: Tensor) -> None:
-    """Row by row: GEMM1's output and the result are rounded to bf16."""
+    """Compares row by row: GEMM1's output and the result are rounded to bf16."""
     assert result.shape == truth.shape and result.dtype == torch.bfloat16
     errors = (result.double() - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-30)
     assert not (errors > 0.006).any(), errors.max()

@@ -1,7 +1,7 @@
 """Objects whose DLPack capsules, or exchange tables, say what is not so. Run as a program it hands each to oxmoe.
 
-`python dlpack_liar.py USE ROUTE [LIE...]` prints JSON lines: a lie's name before the call, and behind it what came of
-it. A crash so shows as a name with nothing behind it. `USES` says what for, and `ROUTES` how, an object is handed over.
+`python dlpack_liar.py USE ROUTE [LIE...]` prints JSON lines: a lie's name before the call, and behind it the outcome.
+So a crash shows as a name with nothing behind it. `USES` says for what, and `ROUTES` how, an object is handed over.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ api.PyCapsule_IsValid.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
 api.PyCapsule_GetPointer.restype = ctypes.c_void_p
 api.PyCapsule_GetPointer.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
 
-# Everything that memory of C points to; a capsule outlives the call that made it.
+# Objects that C memory points to; a capsule outlives the call that made it.
 KEPT: list[Any] = []
 MADE: list[int] = []
 DELETED: list[int] = []
 
 
-# What is said
+# Claims
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a capsule says of memory that has `shape` and is aligned to 64 bytes. None: as it is."""
+    """The claim of a capsule about memory that has `shape` and is aligned to 64 bytes. None: the truth."""
 
     shape: tuple[int, ...]
     dtype: tuple[int, int, int] = (2, 32, 1)
@@ -97,11 +97,12 @@ class Claim:
     no_shape: bool = False
     shift: int = 0  # of the data's address
     shape_shift: int = 0  # of the shape's address
+    odd: bool = False  # whether the struct in the capsule lies at an odd address
     byte_offset: int = 0
     flags: int = 0
     version: tuple[int, int] = (1, 1)
     name: bytes | None = field(default=b"")
-    other: Callable[[], Any] | None = None  # what __dlpack__ does in place of a capsule
+    other: Callable[[], Any] | None = None  # replaces a capsule as the result of __dlpack__
 
 
 def numbers(values: tuple[int, ...], shift: int = 0) -> int:
@@ -144,7 +145,8 @@ def managed(claim: Claim, versioned: bool) -> Managed | Versioned:
 
 
 def capsule(claim: Claim, versioned: bool) -> Any:
-    """As producers make it: who renames it takes it over, else its own destructor calls the deleter."""
+    """Returns a capsule as producers make it: a consumer renames it and takes it over; otherwise its own destructor
+    calls the deleter."""
     struct = managed(claim, versioned)
     right = b"dltensor_versioned" if versioned else b"dltensor"
     name = claim.name if claim.name != b"" else right
@@ -155,7 +157,20 @@ def capsule(claim: Claim, versioned: bool) -> Any:
 
     destructor = Destructor(destroy)
     KEPT.extend([destructor, name])
+    if claim.odd:
+        # The copy is nobody's to free: its deleter has been called.
+        struct.deleter(ctypes.addressof(struct))
+        return api.PyCapsule_New(moved(struct, ctypes.sizeof(struct)), name, None)
     return api.PyCapsule_New(ctypes.addressof(struct), name, ctypes.cast(destructor, ctypes.c_void_p))
+
+
+def moved(struct: Any, size: int) -> int:
+    """The address of a copy at an odd address."""
+    memory = ctypes.create_string_buffer(size + 32)
+    KEPT.append(memory)
+    at = -(-ctypes.addressof(memory) // 16) * 16 + 1
+    ctypes.memmove(at, ctypes.addressof(struct), size)
+    return at
 
 
 class Liar:
@@ -203,6 +218,25 @@ def table_type(claim: Claim, **changes: Any) -> type:
     return made
 
 
+class Described(Liar):
+    """An array that no capsule says anything of, and that its array interface describes as one that is not written."""
+
+    def __dlpack__(self, **_: Any) -> Any:
+        raise BufferError("read-only")
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        says = tensor(self.claim)
+        strides = None if self.claim.strides is None else tuple(4 * stride for stride in self.claim.strides)
+        return {
+            "data": (says.data, True),
+            "shape": self.claim.shape,
+            "strides": strides,
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+
 ROUTES: dict[str, Callable[[Claim], Any]] = {
     "capsule": lambda claim: Liar(claim, False),
     "versioned": lambda claim: Liar(claim, True),
@@ -210,7 +244,7 @@ ROUTES: dict[str, Callable[[Claim], Any]] = {
 }
 
 
-# What it is used for: (name of the operand, shape, call)
+# Uses: (name of the operand, shape, call)
 
 
 def read(liar: Any) -> None:
@@ -252,6 +286,7 @@ HONEST: dict[str, Maker] = {
     "plain": Claim,
     "read-only": lambda s: Claim(s, flags=1),
     "a shape at an odd address": lambda s: Claim(s, shape_shift=1),
+    "a struct at an odd address": lambda s: Claim(s, odd=True),
     "strides given": lambda s: Claim(s, strides=(*(s[-1] * n for n in ([s[1]] if len(s) == 3 else [])), s[-1], 1)),
     "byte offset": lambda s: Claim(s, byte_offset=64),
     "a later minor version": lambda s: Claim(s, version=(1, 99)),
@@ -303,7 +338,7 @@ LIES: dict[str, Maker] = {
     "type code 255": lambda s: Claim(s, dtype=(255, 32, 1)),
     "a pointer": lambda s: Claim(s, dtype=(3, 64, 1)),
 }
-# Of a capsule's own form, not of what is in it.
+# Lies of a capsule's own form, not of its contents.
 CAPSULES: dict[str, Maker] = {
     "a consumed capsule": lambda s: Claim(s, name=b"used_dltensor"),
     "a consumed capsule with a version": lambda s: Claim(s, name=b"used_dltensor_versioned"),
@@ -341,15 +376,30 @@ def fp8(name: str, route: str) -> None:
 
 
 def broken_table(name: str) -> None:
-    """Tables that are not what the type says: an object of such a type as router_logits."""
+    """Hands over, as router_logits, an object whose type has a table that is not what the type says."""
     claim = Claim((4, 16))
 
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Tensor))
     def fails(_: int, out: Any) -> int:
         return -1
 
-    KEPT.append(fails)
-    if name == "no functions":
+    @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Tensor))
+    def writes_nothing(_: int, out: Any) -> int:
+        return 0
+
+    KEPT.extend([fails, writes_nothing])
+    if name in CIRCLES:
+        made = table_type(claim, major=2)
+        table = next(kept for kept in reversed(KEPT) if isinstance(kept, Table))
+        table.previous = ctypes.addressof(table)
+    elif name == "a table at an odd address":
+        made = table_type(claim)
+        table = next(kept for kept in reversed(KEPT) if isinstance(kept, Table))
+        at = moved(table, ctypes.sizeof(table))
+        made.__dlpack_c_exchange_api__ = api.PyCapsule_New(at, b"dlpack_exchange_api", None)  # type: ignore[attr-defined]
+    elif name == "a function that writes nothing":
+        made = table_type(claim, tensor_from_object=ctypes.cast(writes_nothing, ctypes.c_void_p).value)
+    elif name == "no functions":
         made = table_type(claim, tensor_from_object=None, managed_from_object=None)
     elif name == "a function that fails without an error":
         made = table_type(
@@ -364,7 +414,20 @@ def broken_table(name: str) -> None:
     oxmoe.topk(made(claim, True), 2)
 
 
-TABLES = ["no functions", "a function that fails without an error", "no capsule", "None", "another capsule"]
+def interface(name: str) -> None:
+    """Array interfaces with another number of strides than sizes, as router_logits."""
+    oxmoe.topk(Described(Claim((4, 16), strides=INTERFACES[name]), True), 2)
+
+
+INTERFACES: dict[str, tuple[int, ...] | None] = {
+    "no stride": (),
+    "one stride": (16,),
+    "three strides": (16, 1, 1),
+    "many strides": (1,) * 100,
+}
+CIRCLES = ["a table behind itself"]
+TABLES = [*CIRCLES, "a table at an odd address", "a function that writes nothing"]
+TABLES += ["no functions", "a function that fails without an error", "no capsule", "None", "another capsule"]
 
 
 def calls(use: str, route: str) -> dict[str, Callable[[], None]]:
@@ -372,6 +435,8 @@ def calls(use: str, route: str) -> dict[str, Callable[[], None]]:
         return {name: (lambda name=name: fp8(name, route)) for name in BYTES}  # type: ignore[misc]
     if use == "tables":
         return {name: (lambda name=name: broken_table(name)) for name in TABLES}  # type: ignore[misc]
+    if use == "interfaces":
+        return {name: (lambda name=name: interface(name)) for name in INTERFACES}  # type: ignore[misc]
     _, shape, call = USES[use]
     return {
         name: (lambda make=make: call(ROUTES[route](make(shape))))  # type: ignore[misc]

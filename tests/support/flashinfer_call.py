@@ -1,5 +1,5 @@
-"""flashinfer's kernels, called in a process of their own: a module that was built for some formats only ends its
-process where another format is asked for, and a fault of a peer must not end the tests.
+"""Calls flashinfer's kernels in a process of their own. A module that was built for some formats only ends its process
+if another format is asked for, and a fault of a peer must not end the tests.
 
 `peer(...)` is for tests; as a script it reads the operands of one call from a file and writes its outputs to another.
 """
@@ -17,34 +17,38 @@ import pytest
 import torch
 
 Operands = dict[str, Any]
+# Exit status of a call that needs something that is not installed; the last line of stderr says what.
+UNAVAILABLE = 77
 
 
 def require(*modules: str) -> None:
-    """Skips, by name, where flashinfer or one of its modules built before is missing: no test compiles for minutes."""
+    """Skips the test, by name, if flashinfer or one of its built modules is missing: no test compiles for minutes."""
     spec = find_spec("flashinfer")
     if spec is None or spec.origin is None or not hasattr(torch, "cuda"):
         pytest.skip("flashinfer is not installed (PYTHONPATH with its package, or pip install flashinfer-python)")
     built = Path(spec.origin).parent / "data" / "aot"
     for module in modules:
         if not (built / module / f"{module}.so").is_file():
-            pytest.skip(f"flashinfer's module {module} is not prebuilt (data/aot/{module}/{module}.so)")
+            pytest.skip(f"flashinfer's module {module} is not prebuilt (tests/support/build_flashinfer.py {module})")
 
 
 def require_blackwell(call: str) -> None:
-    """Skips, by name, a kernel whose body flashinfer compiles from compute capability 10.0 on: below, it writes
-    nothing."""
+    """Skips the test, by name, if its kernel writes nothing below compute capability 10.0: flashinfer compiles its body
+    from there on."""
     if torch.cuda.get_device_capability() < (10, 0):
         pytest.skip(f"flashinfer's kernel of {call} has no code below compute capability 10.0")
 
 
 def peer(call: str, operands: Operands, folder: Path) -> dict[str, torch.Tensor]:
-    """Outputs of flashinfer's call on a GPU, on the CPU."""
+    """Returns outputs of flashinfer's call on a GPU, moved to the CPU."""
     given, made = folder / f"{call}.in.pt", folder / f"{call}.out.pt"
     torch.save(operands, given)
     command = [sys.executable, __file__, call, str(given), str(made)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     if done.returncode in (-signal.SIGILL, -signal.SIGTRAP):
         pytest.skip(f"flashinfer's prebuilt module has no kernels for {call}")
+    if done.returncode == UNAVAILABLE:
+        pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr[-4000:]
     outputs: dict[str, torch.Tensor] = torch.load(made)
     return outputs
@@ -98,8 +102,17 @@ def _mxfp8(x: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def _group8(x: torch.Tensor, **options: Any) -> dict[str, torch.Tensor]:
-    from flashinfer.quantization import per_token_group_quant_8bit
+    try:
+        from flashinfer.cutile import is_cuda_tile_available
+        from flashinfer.quantization import per_token_group_quant_8bit
 
+        available = is_cuda_tile_available()
+    except ImportError:
+        available = False
+    if not available:
+        needed = "cuda.tile and a compiler of its own, tileiras, that has code for this GPU"
+        print(f"flashinfer's per_token_group_quant_8bit needs {needed}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
     codes, scales = per_token_group_quant_8bit(x, 128, **options)
     return {"codes": codes.view(torch.uint8), "scales": scales}
 

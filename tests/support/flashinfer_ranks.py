@@ -1,4 +1,4 @@
-"""flashinfer's all-reduce and oxmoe's on the same tensors, in processes of their own: usage: RANK WORLD PORT FOLDER.
+"""Runs flashinfer's all-reduce and oxmoe's on the same tensors, each rank a process: usage: RANK WORLD PORT FOLDER.
 
 Rank 0 writes what both made of each case, and what they were given, to FOLDER/made.pt.
 """
@@ -25,7 +25,7 @@ Made = dict[str, torch.Tensor]
 
 
 def both(world: int, folder: Path, seed: int) -> list[dict[str, Any]]:
-    """Runs a process for each rank; for each case its inputs, and `ours` and `theirs`."""
+    """Runs a process for each rank. Returns for each case its inputs, and `ours` and `theirs`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -47,7 +47,7 @@ def both(world: int, folder: Path, seed: int) -> list[dict[str, Any]]:
 def call(
     function: Any, workspace: Any, pattern: Any, x: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor
 ) -> Made:
-    """Outputs of the plain sum, of the norm, and of the norm as e4m3 with one scale."""
+    """Returns outputs of the plain sum, of the norm, and of the norm as e4m3 with one scale."""
     outs = {name: torch.empty_like(x) for name in ("sum", "residual", "norm", "residual8")}
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     function(input=x.clone(), workspace=workspace, pattern=pattern.kAllReduce, output=outs["sum"])

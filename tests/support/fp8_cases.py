@@ -15,15 +15,15 @@ from mxfp4_cases import call
 from oxmoe import reference
 from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm, same_bits
 
-# A model's ratios, one block, an odd number of blocks in every place, and sizes that others pad.
+# Shapes with a model's ratios, one block, an odd number of blocks in every place, and sizes that others pad.
 SHAPES = (
     Shape("qwen3-small", 16, 8, 256, 128),
     Shape("one-block", 3, 2, 128, 128, bias=True),
     Shape("odd-blocks", 5, 3, 384, 640, bias=True),
     Shape("i1408", 4, 2, 256, 1408),
 )
-# Gate and up rows, and columns of w2, that end inside a block (fp8_tensor): the least, less than a block, GLM-4.5-Air's
-# between 2, 4 and 8 ranks, and many.
+# Shapes whose gate and up rows, and columns of w2, end inside a block (fp8_tensor): the least, less than a block,
+# GLM-4.5-Air's between 2, 4 and 8 ranks, and many.
 CUT_SHAPES = (
     Shape("i16", 3, 2, 128, 16, bias=True),
     Shape("i96", 4, 2, 256, 96),
@@ -46,11 +46,11 @@ MODELS = (Shape("qwen3-30b-a3b", 128, 8, 2048, 768), Shape("dsv3-tp8", 256, 8, 7
 # On CPUs sums differ in the last bits of fp32 alone.
 CPU_BAR = dataclasses.replace(FP8_BAR, share=5e-2)
 NORM = 1.2e-2
-# Where every code may move, of all draws together: where the largest number is a step of bf16 away that is 2.2e-2 on
-# average, but in one of a hundred rows of 128 columns above 4.5e-2.
+# The bar of the norm if every code may move, for all draws together. A largest number that is a step of bf16 away makes
+# 2.2e-2 on average, but in one of a hundred rows of 128 columns above 4.5e-2.
 TENSOR_NORM = 4e-2
 
-# What a call may ask for beside its routing.
+# Options that a call may have beside its routing.
 CALL_OPTIONS: list[dict[str, Any]] = [
     {"no_combine": True},
     {"apply_router_weight_on_input": True},
@@ -61,7 +61,7 @@ CALL_OPTIONS: list[dict[str, Any]] = [
 
 @dataclasses.dataclass
 class Quantised:
-    """Operands of one layer."""
+    """The operands of one layer."""
 
     shape: Shape
     w13: Tensor
@@ -84,14 +84,14 @@ class Quantised:
 
 
 class Fp8(Quantised):
-    """With a scale for each 128 x 128."""
+    """The operands of a layer with a scale for each 128 x 128 block."""
 
     def weights(self, **options: Any) -> oxmoe.ExpertWeights:
         return oxmoe.ExpertWeights.fp8_block(*self.operands, **{**self.options, **options})
 
 
 def quantize_blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 [E, N, K] and fp32 scales [E, N / 128, K / 128]."""
+    """Returns e4m3 [E, N, K] and fp32 scales [E, N / 128, K / 128]."""
     experts, rows, columns = weights.shape
     codes = torch.empty(weights.shape, dtype=torch.float8_e4m3fn, device=weights.device)
     scales = torch.empty((experts, rows // 128, columns // 128), device=weights.device)
@@ -110,14 +110,14 @@ def make_fp8(shape: Shape, device: str, rng: torch.Generator, *, bias_dtype: tor
 
 
 def fp8_draws(x: Tensor) -> list[Tensor]:
-    """More of them on a GPU: its sums are in another order than the reference's, and a few in a thousand of GEMM1's
-    outputs are another code then, a step of an eighth. Many numbers make that a share, not luck.
+    """Returns more draws on a GPU. Its sums have another order than the reference's, so a few in a thousand of GEMM1's
+    outputs are another code, a step of an eighth. Many numbers make that a share, not luck.
     """
     return draws(x, max(8, 8192 // x.shape[1]) if x.is_cuda else 8)
 
 
 def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any) -> Tensor:
-    """Close to the reference; the result."""
+    """Checks that the result is close to the reference, and returns it."""
     weights = made or layer.weights()
     given = [part.to(x.device) for part in routing]
     results = [call(drawn, weights, *given, **options) for drawn in fp8_draws(x)]
@@ -163,7 +163,7 @@ class Fp8Tensor:
         return {"b13": self.b13, "b2": self.b2, **dict(self.shape.options)}
 
     def scaling(self, mode: str) -> dict[str, Any]:
-        """Options of ExpertWeights."""
+        """Returns options of ExpertWeights."""
         if mode == "static":
             return {"a13_scale": self.a13_scale, "a2_scale": self.a2_scale}
         return {"per_token": mode == "token"}
@@ -172,7 +172,7 @@ class Fp8Tensor:
         return oxmoe.ExpertWeights.fp8_tensor(*self.operands, **self.scaling(mode or self.mode), **self.options)
 
     def reference(self, x: Tensor, *routing: Tensor, scales: Any, **options: Any) -> Tensor:
-        """scales: "tensor", "token", or those of x and of GEMM1's output."""
+        """Computes the reference. scales: "tensor", "token", or the scales of x and of GEMM1's output."""
         tables = dict(zip(("w13_scale", "w2_scale"), self.tables, strict=True))
         given = [part.to(x.device) for part in routing]
         return reference.moe(
@@ -181,7 +181,7 @@ class Fp8Tensor:
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """Scales of w13 and w2 as the reference takes them."""
+        """Returns scales of w13 and w2 as the reference takes them."""
         return blocks_of(self.w13_scale, self.w13), blocks_of(self.w2_scale, self.w2)
 
     def x(self, tokens: int, rng: torch.Generator) -> Tensor:
@@ -189,8 +189,8 @@ class Fp8Tensor:
 
 
 def blocks_of(scale: Tensor, weights: Tensor) -> Tensor:
-    """[E] or [E, 2] as [E, N / 128, K / 128], where N or K are no multiples of 128 as [E, N, 1]; scales of rows stay as
-    they are."""
+    """Returns [E] or [E, 2] as [E, N / 128, K / 128], or as [E, N, 1] if N or K are no multiples of 128. Scales of rows
+    stay as they are."""
     experts, rows, columns = weights.shape
     if scale.shape[1:2] == (rows,):
         return scale
@@ -213,7 +213,7 @@ def make_fp8_tensor(
 
     def quantize(weights: Tensor, parts: int) -> tuple[Tensor, Tensor]:
         if of_rows:
-            # Rows of different sizes: each scale must meet its own.
+            # Rows have different sizes, so that each scale must meet its own row.
             sized = weights.float() * (torch.rand((*weights.shape[:2], 1), generator=rng).to(device) + 0.5)
             scale = sized.abs().amax(-1, keepdim=True) / 448
             return (sized / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
@@ -228,7 +228,8 @@ def make_fp8_tensor(
 
 
 def peaks_of(workspace: Tensor, layer: Fp8Tensor, tokens: int, slots: int) -> Tensor:
-    """The largest magnitudes of x and of GEMM1's output, which a call with one scale for each left in its workspace."""
+    """Returns the largest magnitudes of x and of GEMM1's output, which a call with one scale for each left in its
+    workspace."""
     shape = layer.shape
     text = oxmoe.explain(
         shape.experts,
@@ -245,7 +246,7 @@ def peaks_of(workspace: Tensor, layer: Fp8Tensor, tokens: int, slots: int) -> Te
 
 
 def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **options: Any) -> Tensor:
-    """Close to the reference; the result.
+    """Checks that the result is close to the reference, and returns it.
 
     With one scale for a call, a number of GEMM1's output that rounds to its neighbour moves every code if it is the
     largest. So the reference has the scale that the kernel made, which is that of a number one step of bf16 away.
@@ -271,8 +272,8 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     if independents:
         norm = relative_norm(result.nan_to_num(), torch.cat(independents).nan_to_num())
         assert norm < TENSOR_NORM, f"norm {norm:.3g} with the reference's own scale, bar {TENSOR_NORM}"
-    # A code's step is that of the largest number under its scale, a row's or a call's: where sums round otherwise,
-    # small results move by many of their own ulp, and the norm tells. test_fp8_stages.py has every step's own bar.
+    # A code's step is that of the largest number under its scale, a row's or a call's. If sums round otherwise, small
+    # results move by many of their own ulp, and the norm tells. test_fp8_stages.py has a bar for every step.
     if not x.is_cuda:
         assert_close_ulp(result, truth, CPU_BAR)
     finite = truth.isfinite()
@@ -282,7 +283,7 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
 
 
 def check_graph(layer: Any, tokens: int, pattern: str, rng: torch.Generator) -> None:
-    """A CUDA graph takes other routing in each replay. `layer`: anything with shape, weights() and x()."""
+    """Replays a CUDA graph with other routing each time. `layer`: anything with shape, weights() and x()."""
     shape, made, x = layer.shape, layer.weights(), layer.x(tokens, rng)
     first, second = (
         [part.cuda() for part in make_routing(pattern, tokens, shape.experts, shape.top_k, rng)] for _ in range(2)

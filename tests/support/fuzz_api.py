@@ -39,14 +39,14 @@ from fuzz_dlpack import Foreign, Lying
 from fuzz_mutations import Subclass, mutate, to_numpy
 
 ERRORS = (ValueError, TypeError, NotImplementedError, MemoryError)
-# Other errors with a reason of their own: torch has no memory for a result; a number is no 64-bit one, as Python's own
-# functions put it; fake tensors in functions that are written in torch, and tensors as options of those.
+# Other errors that are accepted. torch has no memory for a result. A number is no 64-bit one, in the words of Python's
+# own functions. Functions that are written in torch get fake tensors, or tensors as options.
 NAMED = re.compile(
     r"RuntimeError: .*(not enough memory|can't allocate memory|bad_alloc)"
     r"|Boolean value of Tensor|cannot be called on meta tensors|its data is not allocated yet"
     r"|DataDependentOutputException|Please convert all Tensors to FakeTensors"
 )
-# What functions written in torch say of numpy's arrays.
+# Errors that functions written in torch raise for numpy's arrays.
 TORCH_ALONE = re.compile(r"expected a torch tensor|numpy does not have")
 DRAWS = [
     *([fuzz_calls.draw_moe] * 8 + [fuzz_calls.draw_fused] * 2 + [fuzz_calls.draw_rows] * 5),
@@ -57,12 +57,12 @@ DRAWS = [
         if name.startswith("draw_") and "matrix" not in name
     ),
 ]
-# A call's address space beyond what the process has when it starts, and its seconds.
+# Bytes of a call's address space beyond what the process has when it starts, and a call's seconds.
 ROOM, LONGEST = 3 << 30, 30
 
 
 def draw(seed: int, number: int) -> fuzz_calls.Call:
-    """Call `number` of a run: one in four is right, most have one mutation."""
+    """Draws call `number` of a run: one in four is right, most have one mutation."""
     rng = random.Random(f"{seed} {number}")
     generator = torch.Generator().manual_seed(rng.getrandbits(60))
     call = rng.choice(DRAWS)(rng, generator)
@@ -74,7 +74,7 @@ def draw(seed: int, number: int) -> fuzz_calls.Call:
 
 
 def told(value: Any) -> str:
-    """An operand in a line."""
+    """Returns a description of an operand in a line."""
     if isinstance(value, (Foreign, Lying)):
         return f"{type(value).__name__}({told(value.array)})"
     if isinstance(value, Tensor):
@@ -95,7 +95,7 @@ def describe(call: fuzz_calls.Call) -> str:
 
 
 def memory_of(value: Any) -> tuple[int, int] | None:
-    """(address, bytes) of all the memory that an operand is a part of."""
+    """Returns (address, bytes) of all the memory that an operand is a part of."""
     if isinstance(value, (Foreign, Lying)):
         value = value.array
     if isinstance(value, np.ndarray):
@@ -110,7 +110,7 @@ def memory_of(value: Any) -> tuple[int, int] | None:
 
 
 def extent_of(value: Any) -> tuple[int, int]:
-    """(first byte, byte after the last) of the elements themselves."""
+    """Returns (first byte, byte after the last) of the elements themselves."""
     if isinstance(value, (Foreign, Lying)):
         value = value.array
     if isinstance(value, np.ndarray):
@@ -121,7 +121,7 @@ def extent_of(value: Any) -> tuple[int, int]:
 
 @dataclass
 class Snapshot:
-    """What operands hold, to be compared after a call."""
+    """The contents of operands, to be compared after a call."""
 
     memory: dict[str, tuple[int, bytes]]
 
@@ -132,7 +132,7 @@ class Snapshot:
         return cls({name: (at, ctypes.string_at(at, size)) for name, (at, size) in found.items()})
 
     def changed(self, allowed: list[tuple[int, int]]) -> list[str]:
-        """Operands whose memory is other than it was, but for these ranges."""
+        """Returns operands whose memory has changed outside of these ranges."""
         names = []
         for name, (start, before) in self.memory.items():
             after = ctypes.string_at(start, len(before))
@@ -153,7 +153,7 @@ class Unreadable:
 
 
 def cloned(value: Any) -> Any:
-    """An operand's numbers as they are, in a tensor of its own."""
+    """Returns an operand's numbers as they are, in a tensor of its own."""
     if isinstance(value, (Foreign, Lying)):
         value = value.seen if isinstance(value, Lying) else value.array
     if isinstance(value, np.ndarray):
@@ -176,7 +176,7 @@ def cloned(value: Any) -> Any:
 
 
 def judge(call: fuzz_calls.Call) -> tuple[str, str | None]:
-    """Makes the call: (how it ended, what is wrong with what it did, or None)."""
+    """Makes the call. Returns (how it ended, what is wrong with what it did, or None)."""
     before = {name: cloned(value) for name, value in call.operands.items()}
     snapshot = Snapshot.of(call.operands)
     result, error = None, None
@@ -221,7 +221,8 @@ def wrong_with(
 
 
 def work(seed: int, first: int, count: int, report: int) -> None:
-    """Calls first ... first + count - 1; writes a line to the file `report` before each and for each failure."""
+    """Makes calls first ... first + count - 1. Writes a line to the file `report` before each call and for each
+    failure."""
     torch.set_num_threads(1)
     faulthandler.enable()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -243,13 +244,13 @@ def work(seed: int, first: int, count: int, report: int) -> None:
 
 @dataclass
 class Run:
-    """What a run found."""
+    """The findings of a run."""
 
     calls: int = 0
     failures: list[str] = field(default_factory=list)
     # Calls of each function, and how they ended.
     outcomes: Counter[str] = field(default_factory=Counter)
-    # Prints failures as they come.
+    # Whether failures are printed as they come.
     aloud: bool = False
 
     def add(self, failure: str) -> None:
@@ -263,7 +264,7 @@ def _again(seed: int, number: int) -> str:
 
 
 def _batch(seed: int, first: int, count: int, run: Run, until: float) -> int:
-    """One process; returns the number of the call to go on with."""
+    """Runs one process. Returns the number of the call to go on with."""
     with tempfile.TemporaryFile("w+") as report, tempfile.TemporaryFile("w+") as errors:
         command = [
             sys.executable,
@@ -319,7 +320,7 @@ def fuzz(
     most_failures: int = 20,
     aloud: bool = False,
 ) -> Run:
-    """`calls` calls from number `first` on, one process after the other, for at most `seconds`."""
+    """Makes `calls` calls from number `first` on, one process after the other, for at most `seconds`."""
     run, until, number = Run(aloud=aloud), time.monotonic() + seconds, first
     while number < first + calls and time.monotonic() < until and len(run.failures) < most_failures:
         number = _batch(seed, number, min(batch, first + calls - number), run, until)

@@ -28,14 +28,14 @@ from oxmoe import _oxmoe, reference
 from oxmoe.testing import Bar, assert_close_ulp, relative_norm
 
 FORMATS = ("f32", "bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "nvfp4-a4", "int4")
-# A few rows of tiny layers: one value of GEMM1's output that rounds to its neighbour moves a whole row by an ulp or
-# two. What is looked for here is a wrong row, expert, scale or option; tests/core/test_moe.py has the bars of accuracy.
+# Layers are tiny and have a few rows: one value of GEMM1's output that rounds to its neighbour moves a whole row by an
+# ulp or two. These bars look for a wrong row, expert, scale or option; tests/core/test_moe.py has the bars of accuracy.
 BARS = {
     torch.float32: Bar(max_ulp=4096.0, ulps=512.0, share=1e-2),
     torch.bfloat16: Bar(max_ulp=16.0, ulps=4.0, share=5e-2),
     torch.float16: Bar(max_ulp=16.0, ulps=4.0, share=5e-2),
 }
-# Of formats whose activations are quantised: the relative norm of the difference.
+# The bar of the difference's relative norm, for formats whose activations are quantised.
 NORMS = {"mxfp4-a8": 0.1, "fp8_block": 0.1, "fp8_tensor": 0.15, "mxfp8": 0.1, "nvfp4-a4": 0.35}
 
 
@@ -47,16 +47,17 @@ class Call:
     run: Callable[[Operands], Any]
     operands: Operands
     check: Callable[[Operands, Any], None]
-    # Operands that are written.
+    # Operands that the call writes.
     outputs: tuple[str, ...] = ()
-    # What was done to it, in words.
+    # The mutations of the call, in words.
     mutations: list[str] = field(default_factory=list)
     # Called between the making of ExpertWeights and their use.
     between: Callable[[], None] | None = None
 
 
 def contract(operands: Operands, **shapes: str) -> dict[str, int]:
-    """Sizes by letter; AssertionError where a tensor's shape does not have its letters, or two tensors disagree."""
+    """Returns sizes by letter. Raises AssertionError if a tensor's shape does not have its letters, or if two tensors
+    disagree."""
     sizes: dict[str, int] = {}
     for name, letters in shapes.items():
         value = operands.get(name.replace("__", "."))
@@ -94,7 +95,7 @@ def close(actual: Any, expected: Tensor, norm: float | None = None) -> None:
     if norm is None:
         got, expected = got[calm], expected[calm]
         if expected.ndim > 1 and expected.shape[-1] == 1:
-            # A row of one number has no size of its own where its sum cancels: all rows together are one.
+            # A row of one number has no size of its own if its sum cancels, so all rows together are one.
             got, expected = got.reshape(1, -1), expected.reshape(1, -1)
         return assert_close_ulp(got, expected, BARS[expected.dtype])
     error = relative_norm(got[calm], expected[calm])
@@ -106,7 +107,7 @@ def close(actual: Any, expected: Tensor, norm: float | None = None) -> None:
 
 
 def draw_experts(rng: random.Random, generator: torch.Generator, top_k: int, experts: int) -> tuple[str, Operands]:
-    """(format, operands of its ExpertWeights, with the prefix "experts.")."""
+    """Returns (format, operands of its ExpertWeights, with the prefix "experts.")."""
     format = rng.choice(FORMATS)
     step = {"fp8": 128, "mxf": 32, "nvf": 16, "int": 32}.get(format[:3], 1)
     hidden, intermediate = (step * rng.randint(1, 2 if step == 128 else 4 if step > 1 else 70) for _ in range(2))
@@ -122,6 +123,9 @@ def draw_experts(rng: random.Random, generator: torch.Generator, top_k: int, exp
         if rng.random() < 0.5:
             operands["experts.beta"] = torch.rand(experts, generator=generator)
             operands["experts.limit"] = torch.rand(experts, generator=generator) + 1
+    if options.get("activation") == "situ" and rng.random() < 0.3:
+        for name in rng.choice((("situ_beta",), ("situ_linear_beta",), ("situ_beta", "situ_linear_beta"))):
+            operands[f"experts.{name}"] = torch.rand(experts, generator=generator) + 0.5
     return format, operands
 
 
@@ -163,7 +167,7 @@ def builder(format: str) -> Callable[..., oxmoe.ExpertWeights]:
 
 
 def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
-    """The contract of the weights' shapes and of x."""
+    """Checks the contract of the weights' shapes and of x."""
     gated = operands.get("experts.gated")
     gated = operands.get("experts.activation") != "relu2" if gated is None else gated
     sizes = contract(operands, experts__w13="E W K", experts__w2="E N J", x=tokens)
@@ -173,7 +177,7 @@ def check_experts(format: str, operands: Operands, tokens: str = "T H") -> None:
     assert sizes["N"] == hidden == sizes["H"], "columns of x, w13 and rows of w2 differ"
     assert sizes["W"] == intermediate * (2 if gated else 1), "rows of w13 and columns of w2 differ"
     contract(operands, experts__w13="E W K", experts__w2="E H J", experts__b13="E W", experts__b2="E H")
-    for name in ("alpha", "beta", "limit"):
+    for name in ("alpha", "beta", "limit", "situ_beta", "situ_linear_beta"):
         if isinstance(operands.get(f"experts.{name}"), Tensor):
             assert operands[f"experts.{name}"].shape == (sizes["E"],), f"{name}: one number an expert"
 
@@ -251,7 +255,7 @@ def draw_moe(rng: random.Random, generator: torch.Generator) -> Call:
 
 
 def as_moe_tensors(call: Call, format: str) -> Call:
-    """The same through `moe_tensors`."""
+    """Returns the call through `moe_tensors`."""
     operands = call.operands
     del operands["weights"]
     if format in ("mxfp4", "fp8_block"):
@@ -267,7 +271,7 @@ def as_moe_tensors(call: Call, format: str) -> Call:
 
 @dataclass
 class Config:
-    """SGLang's MoeRunnerConfig, as far as it is read."""
+    """The fields of SGLang's MoeRunnerConfig that oxmoe reads."""
 
     activation: Any = "silu"
     is_gated: Any = True
@@ -328,7 +332,7 @@ def draw_fused(rng: random.Random, generator: torch.Generator) -> Call:
 
 
 def draw_rows(rng: random.Random, generator: torch.Generator) -> Call:
-    """moe_masked or moe_contiguous."""
+    """Draws a call of moe_masked or moe_contiguous."""
     experts, masked = rng.randint(1, 5), rng.random() < 0.5
     format, operands = draw_experts(rng, generator, 1, experts)
     rows = rng.choice((0, 1, 2, 5, 9, 18))
@@ -414,7 +418,7 @@ def draw_selection(
 
 
 def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
-    tokens, experts = draw_tokens(rng), rng.choice((1, 2, 4, 6, 8, 16, 33, 60, 64, 128, 160, 256, 512))
+    tokens, experts = draw_tokens(rng), rng.choice((1, 2, 4, 6, 8, 16, 33, 60, 64, 128, 160, 256, 512, 896))
     top_k = rng.randint(1, min(experts, 9))
     operands = draw_selection(rng, generator, tokens, experts, top_k)
     if experts <= 128 and rng.random() < 0.4:
@@ -439,7 +443,7 @@ def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
         weights, ids = reference.topk(**options)
         got_weights, got_ids = (as_torch(part) for part in result)
         assert got_weights.shape == weights.shape and got_ids.shape == ids.shape, f"shape {tuple(got_ids.shape)}"
-        # Where two scores differ by their rounding either choice is right: the score of what was chosen tells.
+        # If two scores differ by their rounding, either choice is right: the score of the chosen expert decides.
         if not torch.equal(got_ids, ids):
             names = ("scoring_func", "correction_bias", "num_expert_group", "topk_group", "group_score")
             choice = reference.choice_values(
@@ -458,9 +462,9 @@ def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
 
 
 def draw_sort(rng: random.Random, generator: torch.Generator) -> Call:
-    tokens, experts = draw_tokens(rng), rng.choice((1, 2, 5, 32, 257))
+    tokens, experts = draw_tokens(rng), rng.choice((1, 2, 5, 32, 257, 900))
     shares = rng.random() < 0.3
-    # With first_expert ids of other ranks' experts are skipped; without it there are none.
+    # With first_expert, ids of other ranks' experts are skipped; without it there are no such ids.
     ids = torch.randint(-1, experts + shares, (tokens, rng.randint(1, 5)), generator=generator)
     operands: Operands = {"topk_ids": ids if rng.random() < 0.3 else ids.int(), "num_experts": experts}
     if shares:

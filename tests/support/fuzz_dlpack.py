@@ -59,8 +59,8 @@ class Foreign:
 
 
 class Lying:
-    """The same with one field changed. Memory that the fields name is this array's, so that a reader who believes a
-    right size reads right numbers; sizes only lie where they cannot be true."""
+    """An array of another package with one field changed. Memory that the fields name is this array's, so a reader that
+    believes a right size reads right numbers; sizes only lie if they cannot be true."""
 
     def __init__(self, array: np.ndarray, rng: random.Random) -> None:
         self.array, self.keep = np.ascontiguousarray(array), []
@@ -69,7 +69,8 @@ class Lying:
 
     @property
     def seen(self) -> np.ndarray:
-        """What a reader finds who believes the fields. For bytes every address is aligned: that lie is a truth."""
+        """Returns what a reader that believes the fields finds. For bytes every address is aligned: that lie is a
+        truth."""
         array = self.array
         if self.lie != "unaligned" or array.itemsize > 1 or array.ndim == 0:
             return array
@@ -151,7 +152,7 @@ def _used(managed: Any, tensor: Any, shape: Any) -> bytes:
 
 
 def _unaligned(managed: Any, tensor: Any, shape: Any) -> None:
-    # Within the array: what is read from there ends before it does.
+    # The read stays within the array: it ends before the array does.
     tensor.data += 1
     if tensor.ndim:
         shape[0] = max(shape[0] - 1, 0)

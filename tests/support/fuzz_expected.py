@@ -1,4 +1,4 @@
-"""What the fuzzer's calls of layers should give: the reference, for each format's operands."""
+"""Expected results of the fuzzer's calls of layers: the reference, for each format's operands."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ Operands = dict[str, Any]
 
 
 def parts(operands: Operands) -> tuple[Operands, Operands]:
-    """(operands of ExpertWeights, the others)."""
+    """Returns (operands of ExpertWeights, the others)."""
     experts = {name.partition(".")[2]: value for name, value in operands.items() if "." in name}
     return experts, {name: value for name, value in operands.items() if "." not in name}
 
 
 def fp32(name: str, value: Any) -> Any:
-    """A number as calls take it: integers too, where the operand is a real number."""
-    real = name.rpartition(".")[2].removeprefix("config_") in ("alpha", "beta", "limit", "routed_scaling_factor")
+    """Returns a number as calls take it: integers too, if the operand is a real number."""
+    names = ("alpha", "beta", "limit", "situ_beta", "situ_linear_beta", "routed_scaling_factor")
+    real = name.rpartition(".")[2].removeprefix("config_") in names
     if type(value) is float or (real and type(value) is int):
         return float(np.float32(float(value)))
     return value
 
 
 def expected_moe(format: str, operands: Operands) -> Tensor:
-    """The reference's result of a call of `moe`."""
+    """Returns the reference's result of a call of `moe`."""
     single = {name: fp32(name, value) for name, value in operands.items() if value is not None}
     experts, call = parts(single)
     for name in ("weights", "out", "workspace", "format"):
@@ -74,13 +75,13 @@ def _mxfp4(codes: Tensor, scales: Tensor, dtype: torch.dtype, activation_dtype: 
 
 
 def _of_experts(scale: Any, experts: int) -> Tensor:
-    """[E, n] of one number for all experts or [E] or [E, n]."""
+    """Returns [E, n] of one number for all experts or [E] or [E, n]."""
     scale = torch.as_tensor(scale, dtype=torch.float32)
     return scale.reshape(1, 1).expand(experts, 1) if scale.numel() == 1 else scale.view(experts, -1)
 
 
 def _row_scales(scales: Tensor, codes: Tensor) -> Tensor:
-    """NVFP4 scales row by row: of another shape than that they are swizzled, which a mutation may have made them."""
+    """Returns NVFP4 scales row by row. Swizzled scales have another shape, which a mutation may have made."""
     rows, columns = codes.shape[0], codes.shape[1] // 8
     return (scales if scales.shape == (rows, columns) else unswizzle_blockscale(scales, rows, columns)).view(E4M3)
 
@@ -95,7 +96,8 @@ def _expected_nvfp4(w13: Tensor, w2: Tensor, experts: Operands, call: Operands) 
     assert weights is not None
     ids = ids.long() - call.get("ep_rank", 0) * count if call.get("ep_size", 1) > 1 else ids.long()
     rows = x.new_zeros((*ids.shape, x.shape[1]))
-    swiglu = {name: experts[name] for name in ("alpha", "beta", "limit") if name in experts}
+    names = ("alpha", "beta", "limit", "situ_beta", "situ_linear_beta")
+    scalars = {name: experts[name] for name in names if name in experts}
     options = {name: experts[name] for name in ("layout", "activation", "gated", "clamp") if name in experts}
     of_experts = {name: _of_experts(experts[name], count) for name in experts if name.endswith("global_scale")}
     halves = of_experts["w13_global_scale"]
@@ -109,7 +111,7 @@ def _expected_nvfp4(w13: Tensor, w2: Tensor, experts: Operands, call: Operands) 
         if roundings is not None and not all(0 < scale < math.inf for scale in roundings):
             rows[token, slot] = torch.nan  # rounding under such a scale has no definition
             continue
-        numbers = {n: v[expert].item() if isinstance(v, Tensor) else v for n, v in swiglu.items()}
+        numbers = {n: v[expert].item() if isinstance(v, Tensor) else v for n, v in scalars.items()}
         bias = {name: experts[name][expert] for name in ("b13", "b2") if name in experts}
         rows[token, slot] = reference.nvfp4_expert(
             x[token],

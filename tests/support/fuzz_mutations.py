@@ -1,4 +1,4 @@
-"""What `fuzz_api.py` does to the operands of a right call: most results are nearly valid."""
+"""Mutations by `fuzz_api.py` of the operands of a right call: most results are nearly valid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTEGERS = (0, 1, -1, 2, 3, 31, 2**15, 2**16, 2**31 - 1, 2**31, 2**32, 2**32 + 1
 INTEGERS += (2**63, -(2**31), -(2**63), 2**64, 2**100)
 FLOATS = (math.nan, math.inf, -math.inf, 0.0, -0.0, -1.0, 1e-40, 1e38, 1e39, 1e300, 5e-324)
 STRINGS = ("", "x", "bf16", "silu", "gate_up", "max", "\x00", "\ud800", "x" * 5000)
-# What is no operand at all.
+# Values that are no operand at all.
 THINGS: tuple[Callable[[], Any], ...] = (
     *(lambda: None, lambda: 3, lambda: 2.5, lambda: "tensor", lambda: b"bytes", object, lambda: [1.0], dict),
     *(lambda: (1, 2), lambda: torch.float32, lambda: torch.Size((1,)), lambda: np.float32(1), lambda: Tensor),
@@ -35,7 +35,7 @@ class Subclass(Tensor):
     """A tensor of a class that published nothing of its own."""
 
 
-# Tensors: (tensor, rng) -> what takes its place, or None where that cannot be made.
+# Tensors: (tensor, rng) -> its replacement, or None if that cannot be made.
 
 
 def _dtype(t: Tensor, rng: random.Random) -> Any:
@@ -97,7 +97,7 @@ def _permuted(t: Tensor, rng: random.Random) -> Any:
 
 
 def _transposed(t: Tensor, rng: random.Random) -> Any:
-    """The same numbers in another order of memory."""
+    """Returns equal numbers in another order of memory."""
     a, b = rng.sample(range(t.ndim), 2)
     return t.transpose(a, b).contiguous().transpose(a, b)
 
@@ -108,7 +108,7 @@ def _expanded(t: Tensor, rng: random.Random) -> Any:
 
 
 def _sliced(t: Tensor, rng: random.Random) -> Any:
-    """The same numbers in rows of something wider."""
+    """Returns equal numbers in rows of a wider tensor."""
     return torch.cat([t, t], -1)[..., : t.shape[-1]]
 
 
@@ -117,7 +117,7 @@ def _stepped(t: Tensor, rng: random.Random) -> Any:
 
 
 def _shifted(t: Tensor, rng: random.Random) -> Any:
-    """The same numbers one element later in memory."""
+    """Returns equal numbers at an address some elements later."""
     room = torch.empty(t.numel() + 9, dtype=t.dtype)
     view = room[rng.randint(1, 9) :][: t.numel()].view(t.shape)
     view.copy_(t)
@@ -169,8 +169,8 @@ def _numpy(t: Tensor, rng: random.Random) -> Any:
 
 
 def _freed(t: Tensor, rng: random.Random) -> Any:
-    # An option's number may be a tensor, which Python's float() has torch read; so may functions that are written in
-    # torch read subclasses, whose storages are theirs.
+    # An option's number may be a tensor, which Python's float() has torch read. Functions that are written in torch may
+    # read subclasses in the same way. Their storages are not freed.
     if t.ndim == 0 or type(t) not in (Tensor, torch.nn.Parameter):
         return None
     t = t.clone()
@@ -179,7 +179,7 @@ def _freed(t: Tensor, rng: random.Random) -> Any:
 
 
 def _numbers(t: Tensor, rng: random.Random) -> Any:
-    """One number is replaced by one that is not finite, or beyond what such operands have."""
+    """Replaces one number by one that is not finite, or beyond what such operands have."""
     t = t.clone()
     flat = t.view(-1)
     at = rng.randrange(flat.numel())
@@ -202,7 +202,7 @@ TENSORS = {
 }
 
 
-# Arrays, where a call's operands are numpy's.
+# Arrays, for calls whose operands are numpy's.
 
 
 def _reversed(a: np.ndarray, rng: random.Random) -> Any:
@@ -255,7 +255,8 @@ ARRAYS = {
 
 
 def has_memory(value: Any) -> bool:
-    """Whether torch's own functions may read and write the tensor: not a fake one, nor one whose storage was freed."""
+    """Whether torch's own functions may read and write the tensor: it is neither fake nor has a storage that was
+    freed."""
     if not isinstance(value, Tensor) or isinstance(value, FakeTensor) or value.layout != torch.strided:
         return False
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -267,7 +268,7 @@ def has_memory(value: Any) -> bool:
 
 
 def _scalar_of(value: Any, rng: random.Random) -> Any:
-    """Another number, string or thing for a plain value."""
+    """Returns another number, string or thing for a plain value."""
     if rng.random() < 0.1:
         return rng.choice(THINGS)()
     if isinstance(value, bool):
@@ -285,7 +286,7 @@ def _scalar_of(value: Any, rng: random.Random) -> Any:
 
 
 def _overlap(call: Call, rng: random.Random) -> str | None:
-    """An operand that is written moves over another one's memory."""
+    """Moves an operand that is written over another one's memory."""
     operands = call.operands
     written = [name for name in call.outputs if has_memory(operands.get(name))]
     others = [name for name, value in operands.items() if has_memory(value) and value.nbytes]
@@ -310,7 +311,7 @@ def _overlap(call: Call, rng: random.Random) -> str | None:
 
 
 def _shared(call: Call, rng: random.Random) -> str | None:
-    """Two operands become one tensor."""
+    """Makes two operands one tensor."""
     operands = call.operands
     tensors = [name for name, value in operands.items() if isinstance(value, Tensor)]
     if len(tensors) < 2:
@@ -321,7 +322,7 @@ def _shared(call: Call, rng: random.Random) -> str | None:
 
 
 def _moved(call: Call, rng: random.Random) -> str | None:
-    """Weights move, or lose their memory, after ExpertWeights were made of them."""
+    """Moves weights, or frees their memory, after ExpertWeights were made of them."""
     names = [name for name, value in call.operands.items() if "." in name and has_memory(value)]
     if not names or call.operands.get("weights") is not ...:
         return None
@@ -336,7 +337,7 @@ def _moved(call: Call, rng: random.Random) -> str | None:
         elif kind == "resize_":
             tensor.untyped_storage().resize_(0)
         elif kind == "set_":
-            # PyTorch refuses it for inference tensors elsewhere.
+            # PyTorch refuses `set_` on inference tensors outside of inference mode.
             with torch.inference_mode(tensor.is_inference()):
                 tensor.set_(torch.zeros_like(tensor))
         else:
@@ -394,7 +395,7 @@ def _of_operand(call: Call, rng: random.Random) -> str | None:
 
 
 def mutate(call: Call, rng: random.Random) -> None:
-    """Does one thing to the call, and says it in `call.mutations`."""
+    """Mutates the call in one way, and describes it in `call.mutations`."""
     for _ in range(20 if call.operands else 0):
         if rng.random() < 0.15:
             kind = rng.choice(sorted(WHOLE))
@@ -407,7 +408,7 @@ def mutate(call: Call, rng: random.Random) -> None:
 
 
 def to_numpy(call: Call) -> bool:
-    """The call's tensors as arrays of numpy; False where it has dtypes that numpy lacks."""
+    """Converts the call's tensors to arrays of numpy. Returns False if it has dtypes that numpy lacks."""
     served = (torch.float32, torch.float16, torch.uint8, torch.int32, torch.int64)
     tensors = {name: value for name, value in call.operands.items() if isinstance(value, Tensor)}
     if any(tensor.dtype not in served for tensor in tensors.values()):

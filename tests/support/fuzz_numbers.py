@@ -18,7 +18,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def draw_matrix(rng: random.Random, generator: torch.Generator, step: int, *, dtypes: Any = FLOATS) -> Tensor:
-    """[..., K], K a multiple of step, numbers over many binades."""
+    """Returns [..., K], K a multiple of step, with numbers over many binades."""
     columns = step * rng.choice((1, 1, 2, 3, 5))
     rows = rng.choice(((), (0,), (1,), (3,), (9,), (33,), (2, 5)))
     powers = torch.exp2(torch.randint(-6, 7, (*rows, columns), generator=generator).float())
@@ -73,7 +73,7 @@ def draw_mxfp8_dequantize(rng: random.Random, generator: torch.Generator) -> Cal
         else:
             plain = quantize.unswizzle_scales(scales, rows, blocks, "8x4" if layout == 1 else "128x4")
         expected = reference.mxfp8_weights(codes, plain.view(*codes.shape[:-1], blocks), torch.float32)
-        # What fp32 cannot hold is infinity here; the reference is that of weights, which saturate.
+        # Numbers beyond fp32 are infinity here; the reference is that of weights, which saturate.
         largest = torch.finfo(torch.float32).max
         expected = torch.where(expected.abs() == largest, expected.sign() * math.inf, expected)
         same(result, expected, "numbers")
@@ -94,7 +94,8 @@ def draw_mxfp4(rng: random.Random, generator: torch.Generator) -> Call:
         codes, scales = (as_torch(part) for part in result)
         assert codes.shape == (*before["x"].shape[:-1], x.shape[1] // 2), f"codes: shape {tuple(codes.shape)}"
         numbers = reference.mxfp4_weights(codes, scales, torch.float32).reshape(x.shape)
-        # A step between 4 and 6 is 2 scales, so what is not clipped is off by at most one; 6 is the largest number.
+        # A step between 4 and 6 is 2 scales, so a number that is not clipped is off by at most one; 6 is the largest
+        # number.
         steps = torch.exp2(scales.reshape(x.shape[0], x.shape[1] // 32).double() - 127).repeat_interleave(32, 1)
         if not bool(x.isfinite().all()):
             return
@@ -192,7 +193,7 @@ def draw_fp4(rng: random.Random, generator: torch.Generator) -> Call:
 
 
 def draw_pack(rng: random.Random, generator: torch.Generator) -> Call:
-    """Codes and scales through one of the layouts and back."""
+    """Draws codes and scales that go through one of the layouts and back."""
     batch, rows, blocks = rng.choice(((), (1,), (3,))), rng.choice((1, 2, 8, 64, 66, 130)), rng.randint(1, 5)
     name = rng.choice(("pack_mxfp4", "swizzle_hopper_mxfp4", "interleave_sm90_mxfp4"))
     options: Operands = {}
@@ -233,7 +234,7 @@ def draw_pack(rng: random.Random, generator: torch.Generator) -> Call:
 
 
 def draw_unpack(rng: random.Random, generator: torch.Generator) -> Call:
-    """A packed weight back in its checkpoint's form."""
+    """Draws a packed weight that goes back to its checkpoint's form."""
     batch, rows, blocks = rng.choice(((), (2,))), rng.choice((1, 64, 66)), rng.randint(1, 3)
     codes = torch.randint(0, 256, (*batch, rows, 16 * blocks), generator=generator, dtype=torch.uint8)
     scales = torch.randint(100, 140, (*batch, rows, blocks), generator=generator, dtype=torch.uint8)
@@ -250,7 +251,7 @@ def draw_unpack(rng: random.Random, generator: torch.Generator) -> Call:
         assert 0 <= fewer <= -(-rows // 64) * 64 and 0 <= columns <= 64 * -(-blocks // 2), (
             "more was taken than there is"
         )
-        # As many rows and columns as there were: those beyond are padding, which is 0.
+        # The result may have more rows and columns than the weight: those beyond are padding, which is 0.
         padded = torch.zeros((2, *batch, fewer, columns // 2), dtype=torch.uint8)
         both = min(rows, fewer), min(columns, 32 * blocks)
         padded[0][..., : both[0], : both[1] // 2] = codes[..., : both[0], : both[1] // 2]
@@ -293,7 +294,7 @@ def draw_dense(rng: random.Random, generator: torch.Generator) -> Call:
         expected = (left @ right.T).to(getattr(torch, name))
         got = as_torch(result)
         assert got.dtype == expected.dtype and got.shape == expected.shape, f"{got.dtype} {tuple(got.shape)}"
-        # Beyond 2^128 elements times scales are infinity where they are multiplied.
+        # Beyond 2^128, elements times scales are infinity when they are multiplied.
         calm = (left.abs().amax(1) < 2.0**100).logical_and(left.isfinite().all(1)) if columns else torch.ones(rows) > 0
         got, expected = got[calm], expected[calm]
         torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-3, equal_nan=True)
@@ -318,7 +319,7 @@ def draw_linear(rng: random.Random, generator: torch.Generator) -> Call:
         expected = (rows @ right.T).to(dtype)
         if before.get("bias") is not None:
             expected = (expected + before["bias"]).to(dtype)
-        # An element of x may lie on the border of two codes: of its 32 neighbours' scale.
+        # An element of x may lie on the border of two codes, a step of its block's scale apart.
         calm = expected.isfinite()
         torch.testing.assert_close(as_torch(result)[calm], expected[calm], rtol=2e-2, atol=3e-2)
 
@@ -334,7 +335,7 @@ def draw_packed_topk(rng: random.Random, generator: torch.Generator) -> Call:
 
     def check(before: Operands, result: Any) -> None:
         if result.device.type == "meta":
-            return  # of meta tensors
+            return  # the operands are meta tensors
         contract(before, topk_weights="T k", topk_ids="T k")
         weights, ids = oxmoe.unpack_topk(result)
         same(weights, before["topk_weights"].to(torch.bfloat16).float(), "weights")
@@ -356,7 +357,7 @@ def draw_bytes(rng: random.Random, generator: torch.Generator) -> Call:
 
     def check(before: Operands, result: Any) -> None:
         rows = before["num_rows"] if masked else before["num_tokens"] * before["top_k"]
-        # GEMM1's and GEMM2's rows alone take 2 x 16 bf16 each.
+        # The rows of GEMM1 and GEMM2 alone take 2 x 16 bf16 each.
         assert isinstance(result, int) and result >= rows * (32 if masked else 64), f"{result} bytes for {rows} rows"
         assert result % 256 == 0, f"{result} bytes"
 

@@ -20,7 +20,7 @@ from host_kernels import ROOT, write_parameter_headers
 
 ELEMENTS = {"bfloat16": "__nv_bfloat16", "float16": "__half", "float32": "float"}
 RANKS = (1, 2, 4, 8)
-# What a kernel can do -> chunks of a thread in two shots.
+# Name of a kernel's work -> chunks of a thread in two shots.
 WORKS = {"Sum": (2,), "Norm": (2, 8), "All": (4, 8)}
 # Clusters of several CTAs do not run here.
 ALONE = {"Sum": "false", "Norm": "true", "All": "false"}
@@ -93,7 +93,7 @@ inline float __uint_as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); ret
 inline uint32_t __float_as_uint(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 """
 
-# Conversions as GPUs do them: nearest even, one NaN.
+# Conversions as GPUs do them: to nearest even, with one NaN.
 ELEMENT = r"""
 #pragma once
 #include "cuda.h"
@@ -202,7 +202,7 @@ class HostAllReduce:
         ):
             (folder / name).write_text((ROOT / "csrc" / name).read_text())
         for name in ("oneshot", "twoshot"):
-            # A CTA's own; `static` would be everybody's.
+            # The variable belongs to a CTA; `static` would share it between all.
             text, count = re.subn(
                 r"__shared__ ExchangeSpace space;",
                 "static_assert(sizeof(ExchangeSpace) <= sizeof(Cta::shared));\n"
@@ -238,7 +238,7 @@ class HostAllReduce:
 
 
 def on_every_rank(ranks: int, function: Any) -> None:
-    """`function(rank)` on a thread each."""
+    """Runs `function(rank)` on a thread for each rank."""
     failures: list[Exception] = []
 
     def run(rank: int) -> None:

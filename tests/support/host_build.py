@@ -19,7 +19,7 @@ KEPT = Path(os.environ.get("OXMOE_HOST_KERNELS") or ROOT / "target" / "host-kern
 
 
 class DoesNotCompile(Exception):
-    """What the compiler said."""
+    """The compiler's message."""
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def _run(command: Sequence[str | Path]) -> bytes:
 
 
 def compiled(compiler: str, flags: Sequence[str], source: Path) -> Path:
-    """The shared library of `source`. flags may name source's folder, where generated headers are.
+    """Returns the shared library of `source`. flags may name source's folder, where generated headers are.
 
     The key is what the preprocessor leaves of the program, with the compiler and its flags: any header that changes
     makes another library.

@@ -1,8 +1,8 @@
 """Whole CTAs of csrc/ on the host: kernels that exchange values in warps, copy asynchronously and meet at barriers.
 
-A thread is a fiber; which of those that can go on does so is random, and changes wherever threads meet. PTX is replaced
-one instruction at a time. Asynchronous copies arrive as late as a wait allows, and what they overwrite is poisoned at
-once: reading too early or writing too early shows in the results. Rows of ldmatrix that share banks are an error.
+A thread is a fiber. Which of the runnable fibers goes on is random, and changes at every point where threads meet. PTX
+is replaced one instruction at a time. Asynchronous copies arrive as late as a wait allows, and their target is poisoned
+at once: reading or writing too early shows in the results. Rows of ldmatrix that share banks are an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fake_cuda.harness import STRUCTS
 from host_build import compiled, cxx
 from host_kernels import ROOT, write_parameter_headers
 
-# What both kinds of hosts start with: numbers and their formats.
+# The prelude of both kinds of hosts: numbers and their formats.
 NUMBERS = r"""
 #include <algorithm>
 #include <array>
@@ -30,7 +30,7 @@ NUMBERS = r"""
 #include <deque>
 #include <functional>
 #include <memory>
-#include <random>
+#include <setjmp.h>
 #include <string>
 #include <type_traits>
 #include <ucontext.h>
@@ -60,7 +60,46 @@ static float from_e4m3(uint32_t code) {
     const int e = code >> 3 & 15;
     return sign * (e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
 }
+
+// Where a fiber stopped. swapcontext asks the kernel for the signal mask at every switch, so only a fiber's start uses
+// a context; all later switches are jumps.
+struct Place {
+    ucontext_t first;
+    jmp_buf at;
+    bool entered = false;
+    void start_with(void (*run)(), char* stack, size_t bytes) {
+        getcontext(&first);
+        first.uc_stack.ss_sp = stack, first.uc_stack.ss_size = bytes;
+        makecontext(&first, run, 0);
+    }
+};
+[[noreturn, gnu::noinline]] static void go(Place& to) {
+    if (to.entered) _longjmp(to.at, 1);
+    to.entered = true;
+    setcontext(&to.first);
+    abort();
+}
+// Returns when another fiber goes to `from`.
+[[gnu::noinline]] static void change(Place& from, Place& to) {
+    from.entered = true;
+    if (!_setjmp(from.at)) go(to);
+}
+// Random numbers for schedules: many and cheap.
+struct Chance {
+    uint64_t state;
+    uint32_t below(uint32_t count) {
+        state = state * 6364136223846793005u + 1442695040888963407u;
+        return (state >> 32) * count >> 32;
+    }
+    template <typename T>
+    void shuffle(std::vector<T>& all) {
+        for (size_t i = all.size(); i > 1; --i) std::swap(all[i - 1], all[below(i)]);
+    }
+};
 """
+
+# Without this flag a fortified longjmp ends the process at a jump between stacks.
+JUMPS = ["-U_FORTIFY_SOURCE"]
 
 PRELUDE = r"""
 static Index blockDim;
@@ -76,9 +115,9 @@ static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return
     if (!(what)) { fprintf(stderr, "thread %u: %s\n", threadIdx.x, #what); exit(3); }
 
 static float from_f16(uint32_t bits) {
-    const float sign = bits & 0x8000 ? -1 : 1, m = bits & 0x3FF;
-    const int e = bits >> 10 & 31;
-    return sign * (e == 31 ? (m ? NAN : INFINITY) : e ? ldexpf(1024 + m, e - 25) : ldexpf(m, -24));
+    const uint32_t sign = (bits & 0x8000) << 16, e = bits >> 10 & 31, m = bits & 0x3FF;
+    if (e == 31) return m ? NAN : float_of(sign | 0x7F800000);
+    return float_of(sign | bits_of(e ? float_of((e + 112) << 23 | m << 13) : m * 0x1p-24f));
 }
 static uint32_t to_f16(float x) {  // of what f16 holds
     const uint32_t sign = bits_of(x) >> 16 & 0x8000;
@@ -144,7 +183,7 @@ namespace oxmoe { alignas(1024) uint8_t shared[256 << 10]; }
 struct Copy { uint32_t to; const void* from; int bytes, real; };
 constexpr size_t kStack = 64 << 10;
 struct Fiber {
-    ucontext_t context;
+    Place place;
     std::unique_ptr<char[]> stack;
     std::deque<std::vector<Copy>> groups;
     std::vector<Copy> open;
@@ -153,8 +192,8 @@ struct Fiber {
 };
 static std::vector<Fiber> fibers;
 static std::vector<int> runnable;
-static ucontext_t outside;
-static uint64_t chance;
+static Place outside;
+static Chance chance;
 static void (*body)();
 
 static void leave(bool done) {
@@ -162,16 +201,15 @@ static void leave(bool done) {
     fibers[self].done = done;
     if (runnable.empty()) {
         for (auto& fiber : fibers) REQUIRE(fiber.done && "all threads wait");
-        setcontext(&outside);
+        go(outside);
     }
-    chance = chance * 6364136223846793005u + 1442695040888963407u;
-    const size_t at = (chance >> 33) % runnable.size();
+    const size_t at = chance.below(runnable.size());
     const int next = runnable[at];
     runnable[at] = runnable.back(), runnable.pop_back();
     threadIdx.x = next;
     if (next == self) return;
-    if (done) setcontext(&fibers[next].context);
-    swapcontext(&fibers[self].context, &fibers[next].context);
+    if (done) go(fibers[next].place);
+    change(fibers[self].place, fibers[next].place);
     threadIdx.x = self;
 }
 struct Barrier {
@@ -193,21 +231,18 @@ static void start() {
     leave(true);
 }
 static void launch(void (*run)(), uint32_t threads, uint32_t grid, uint64_t seed) {
-    body = run, gridDim.x = grid, blockDim.x = threads, chance = seed;
+    body = run, gridDim.x = grid, blockDim.x = threads, chance = {seed};
     for (blockIdx.x = 0; blockIdx.x < grid; ++blockIdx.x) {
         memset(oxmoe::shared, 0xA5, sizeof oxmoe::shared);
         fibers = std::vector<Fiber>(threads);
         runnable.clear();
         for (uint32_t i = 0; i < threads; ++i) {
             fibers[i].stack.reset(new char[kStack]);
-            getcontext(&fibers[i].context);
-            fibers[i].context.uc_stack.ss_sp = fibers[i].stack.get();
-            fibers[i].context.uc_stack.ss_size = kStack;
-            makecontext(&fibers[i].context, start, 0);
+            fibers[i].place.start_with(start, fibers[i].stack.get(), kStack);
             if (i) runnable.push_back(i);
         }
         threadIdx.x = 0;
-        swapcontext(&outside, &fibers[0].context);
+        change(outside, fibers[0].place);
     }
 }
 
@@ -318,16 +353,22 @@ template <int Each, typename Value>
 static void mma(float& s0, float& s1, float& s2, float& s3, const uint32_t (&words)[6], Value value) {
     const auto all = exchange(words);
     const int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+    constexpr int kCount = 8 * Each;
+    // Two rows of a and two columns of b, which are what the lane's four sums need.
+    double rows[2][kCount], columns[2][kCount];
+    for (int k = 0; k < kCount; ++k) {
+        const int half = k / (4 * Each), lane = k / Each % 4, i = k % Each;
+        for (int which = 0; which < 2; ++which) {
+            rows[which][k] = value(all[g * 4 + lane][which + 2 * half], i);
+            columns[which][k] = value(all[(2 * c + which) * 4 + lane][4 + half], i);
+        }
+    }
     auto sum = [&](float& s, int row, int column) {
         double total = s;
-        for (int half = 0; half < 2; ++half)
-            for (int lane = 0; lane < 4; ++lane)
-                for (int i = 0; i < Each; ++i)
-                    total += double(value(all[row % 8 * 4 + lane][row / 8 + 2 * half], i)) *
-                             value(all[column * 4 + lane][4 + half], i);
+        for (int k = 0; k < kCount; ++k) total += rows[row][k] * columns[column][k];
         s = float(total);
     };
-    sum(s0, g, 2 * c), sum(s1, g, 2 * c + 1), sum(s2, g + 8, 2 * c), sum(s3, g + 8, 2 * c + 1);
+    sum(s0, 0, 0), sum(s1, 0, 1), sum(s2, 1, 0), sum(s3, 1, 1);
 }
 #define MMA(name, each, value)                                                                                      \
     static void name(float& s0, float& s1, float& s2, float& s3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, \
@@ -401,7 +442,7 @@ extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, uint64_t see
 
 
 def operands(text: str) -> list[str]:
-    """Expressions of `"constraint"(expression), ...`."""
+    """Returns the expressions of `"constraint"(expression), ...`."""
     found, depth, start = [], 0, 0
     for i, character in enumerate(text):
         if character == "(":
@@ -415,7 +456,7 @@ def operands(text: str) -> list[str]:
 
 
 def without_asm(text: str) -> str:
-    """`asm("op %0, %1;" : "=r"(a) : "r"(b))` as `::ptx::op(a, b)`, several instructions as one name."""
+    """Replaces `asm("op %0, %1;" : "=r"(a) : "r"(b))` by `::ptx::op(a, b)`; several instructions become one name."""
     out, end = [], 0
     for match in re.finditer(r"\basm(?: volatile)?\s*\(", text):
         # Sections end at colons outside of strings and parentheses.
@@ -441,9 +482,10 @@ def without_asm(text: str) -> str:
 
 
 class HostCtas:
-    """`kernels`: name -> (struct with `run`, its parameters), compiled as for `arch` (800: sm_80).
+    """Compiles kernels for the host. `kernels`: name -> (struct with `run`, its parameters), as for `arch` (800:
+    sm_80).
 
-    `replaced`: (text, other text) where a GPU's operator does what the host's does not."""
+    `replaced`: (text, other text) for a GPU's operator that the host's does not equal."""
 
     def __init__(
         self,
@@ -463,7 +505,7 @@ class HostCtas:
         for path in (ROOT / "csrc").glob("*/*.cuh"):
             copy = folder / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
-            # Threads take turns, CTAs too: what a CTA shares is of the process.
+            # Threads take turns, and so do CTAs: the process holds what a CTA shares.
             text = re.sub(r"(?<!extern )__shared__", "static", without_asm(path.read_text()))
             for old, new in replaced:
                 found.update([old] if old in text else [])
@@ -477,7 +519,7 @@ class HostCtas:
         ]
         includes = [f'#include "{folder / "csrc" / header}"' for header in headers]
         source.write_text("\n".join([NUMBERS, PRELUDE, *includes, *entries]))
-        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", f"-DARCH={arch}", f"-I{folder}"]
+        flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-w", *JUMPS, f"-DARCH={arch}", f"-I{folder}"]
         library = compiled(compiler, flags, source)
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 

@@ -1,8 +1,8 @@
 """Hopper's GEMMs on the host: every thread of every CTA of a launch is a fiber, wgmma and TMA are loops.
 
-A fiber goes on until it waits; who is next is random, and some warps are slow for a while. Hopper's instructions are
-replaced. wgmma and copies are done as late as what waits for them allows, and what a copy overwrites is poisoned at
-once: who reads or writes too early shows in the results. What a thread's copy reads must not change on its way, and
+A fiber goes on until it waits. The next one is random, and some warps are slow for a while. Hopper's instructions are
+replaced. wgmma and copies are done as late as the waits for them allow, and the target of a copy is poisoned at once:
+reading or writing too early shows in the results. The source of a thread's copy must not change on its way, and
 rows of stmatrix must not share banks. Fences order nothing here.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fake_cuda.harness import STRUCTS
 from host_build import compiled, cxx
-from host_cta import NUMBERS, without_asm
+from host_cta import JUMPS, NUMBERS, without_asm
 from host_kernels import ROOT, write_parameter_headers
 
 PRELUDE = r"""
@@ -43,7 +43,8 @@ static uint32_t __float_as_uint(float x) { return bits_of(x); }
 static int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 static int __ffs(uint32_t x) { return __builtin_ffs(x); }
 static int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
-struct Meeting { int there = 0, number = 0; };
+struct Fiber;
+struct Meeting { std::vector<Fiber*> there; };
 struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
@@ -61,20 +62,22 @@ struct Copy { uint8_t* to; const void* from; size_t bytes; uint8_t seen[16]; };
 constexpr size_t kStack = 32 << 10;
 struct Launch { uint32_t grid, threads; std::function<void()> body; };
 struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack;
     const Launch* of;
     uint32_t launch, cta, block, thread;  // cta: of all launches
-    std::function<bool()> condition;
+    std::function<bool()> condition;  // of going on; none: it goes on
+    bool in_meeting = false;  // a Meeting has it, and lists it for the next round when all are there
+    bool over = false;
     std::deque<std::vector<Product>> groups;
     std::vector<Product> products;  // not committed
     std::vector<Copy> copies;
-    bool over = false;
+    Place place;
+    std::unique_ptr<char[]> stack;
 };
 static std::vector<Cta> ctas;
 static std::vector<Fiber> fibers;
 static Fiber* self;
-static ucontext_t scheduler;
+static Place scheduler;
+static std::vector<Fiber*> later;  // those of the next round
 static std::function<void()> body;
 static std::vector<uint32_t> unfinished;  // threads of launches
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
@@ -85,24 +88,28 @@ static void fail(const char* what) {
     std::string who = "all";
     if (self) who = "CTA " + std::to_string(self->cta) + ", thread " + std::to_string(self->thread);
     if (failure.empty()) failure = who + ": " + what;
-    if (self) swapcontext(&self->context, &scheduler);  // for good
+    if (self) change(self->place, scheduler);  // for good
 }
 static void wait(std::function<bool()> condition) {
     self->condition = std::move(condition);
-    swapcontext(&self->context, &scheduler);
+    change(self->place, scheduler);
 }
 static void start() {
     self->of->body();
     REQUIRE(self->groups.empty() && self->products.empty() && self->copies.empty());
     self->over = true;
     --unfinished[self->launch];
-    swapcontext(&self->context, &scheduler);
+    go(scheduler);
 }
 static uint8_t* shared_memory() { return ctas[self->cta].shared; }
 static void meet(Meeting& meeting, int threads) {
-    const int number = meeting.number;
-    if (++meeting.there == threads) meeting.there = 0, ++meeting.number;
-    wait([&meeting, number] { return meeting.number != number; });
+    meeting.there.push_back(self);
+    self->in_meeting = true;
+    if (meeting.there.size() == threads) {
+        later.insert(later.end(), meeting.there.begin(), meeting.there.end());
+        meeting.there.clear();
+    }
+    change(self->place, scheduler);
 }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
 static void converge() { meet(ctas[self->cta].warps[threadIdx.x / 32], 32); }
@@ -138,8 +145,8 @@ static uint32_t __ballot_sync(uint32_t, bool value) {
 static void __syncwarp() { converge(); }
 // All are on the GPU at once.
 static void launch(const std::vector<Launch>& all, uint32_t seed) {
-    std::mt19937 random(seed);
-    arrivals.clear(), failure.clear(), unfinished.clear(), ctas.clear();
+    Chance random{seed};
+    arrivals.clear(), failure.clear(), unfinished.clear(), ctas.clear(), later.clear();
     size_t threads = 0, cta = 0;
     for (const Launch& one : all) threads += one.grid * one.threads, cta += one.grid;
     ctas = std::vector<Cta>(std::exchange(cta, 0));
@@ -151,10 +158,7 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
             fiber.of = &one, fiber.launch = unfinished.size();
             fiber.block = i / one.threads, fiber.cta = cta + fiber.block, fiber.thread = i % one.threads;
             fiber.stack.reset(new char[kStack]);
-            getcontext(&fiber.context);
-            fiber.context.uc_stack.ss_sp = fiber.stack.get();
-            fiber.context.uc_stack.ss_size = kStack;
-            makecontext(&fiber.context, start, 0);
+            fiber.place.start_with(start, fiber.stack.get(), kStack);
             order.push_back(&fiber);
         }
         unfinished.push_back(one.grid * one.threads), cta += one.grid;
@@ -164,29 +168,34 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
     std::vector<bool> sleeps(slowness.size());
     for (int round = 0;; ++round) {
         for (uint32_t warp = 0; warp < slowness.size(); ++warp) {
-            if (round % 64 == 0) slowness[warp] = 1 << random() % 5;
-            sleeps[warp] = random() % slowness[warp] != 0;
+            if (round % 64 == 0) slowness[warp] = 1 << random.below(5);
+            sleeps[warp] = random.below(slowness[warp]) != 0;
         }
-        bool moved = false, all_over = true;
-        std::shuffle(order.begin(), order.end(), random);
+        bool moved = false;
+        random.shuffle(order);
         for (Fiber* fiber : order) {
-            all_over &= fiber->over;
-            if (fiber->over || (fiber->condition && !fiber->condition())) continue;
-            moved = true;
-            if (sleeps[(fiber - fibers.data()) / 32]) continue;
+            const bool waits = fiber->condition && !fiber->condition();
+            moved |= !waits;
+            if (waits || sleeps[(fiber - fibers.data()) / 32]) {
+                later.push_back(fiber);
+                continue;
+            }
             self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->block, gridDim.x = fiber->of->grid;
-            fiber->condition = nullptr;
-            swapcontext(&scheduler, &fiber->context);
+            fiber->condition = nullptr, fiber->in_meeting = false;
+            change(scheduler, fiber->place);
             self = nullptr;
             if (!failure.empty()) return;
+            if (!fiber->over && !fiber->in_meeting) later.push_back(fiber);
         }
-        if (all_over) {
+        order.clear();
+        std::swap(order, later);
+        if (std::all_of(unfinished.begin(), unfinished.end(), [](uint32_t threads) { return threads == 0; })) {
             REQUIRE(arrivals.empty());
             return;
         }
         if (moved) continue;
         if (arrivals.empty()) return fail("nobody can go on");
-        std::shuffle(arrivals.begin(), arrivals.end(), random);
+        random.shuffle(arrivals);
         for (size_t left = arrivals.size() / 2; arrivals.size() > left; arrivals.pop_back()) arrivals.back()();
         if (!failure.empty()) return;
     }
@@ -376,9 +385,9 @@ inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int 
 inline uint64_t descriptor_128b(uint32_t address, uint32_t offset) { return address + offset; }
 // Rows of 128 bytes whose 16-byte chunks are swizzled in atoms of 1024; the step's 32 bytes start at `at`.
 template <int Count>
-void read_row(float (&numbers)[Count], uint64_t at, int row) {
-    static const std::vector<float> values = [] {
-        std::vector<float> all(256);
+void read_row(double (&numbers)[Count], uint64_t at, int row) {
+    static const std::array<double, 256> values = [] {
+        std::array<double, 256> all;
         for (int code = 0; code < 256; ++code) all[code] = from_e4m3(code);
         return all;
     }();
@@ -387,22 +396,38 @@ void read_row(float (&numbers)[Count], uint64_t at, int row) {
     const uint8_t* from = shared_memory() + at / 1024 * 1024 + row * 128;
     uint8_t codes[32];
     for (int i = 0; i < 2; ++i) memcpy(codes + 16 * i, from + (column / 16 + i ^ row % 8) * 16, 16);
-    for (int k = 0; k < Count; ++k)
-        numbers[k] = Count == 32 ? values[codes[k]] : from_bf16(codes[2 * k] | codes[2 * k + 1] << 8);
+    if constexpr (Count == 32) {
+        for (int k = 0; k < 32; ++k) numbers[k] = values[codes[k]];
+    } else {
+        uint16_t words[16];
+        memcpy(words, codes, 32);
+        for (int k = 0; k < 16; ++k) numbers[k] = from_bf16(words[k]);
+    }
+}
+typedef double Two __attribute__((vector_size(16)));
+template <int Count>
+double dot(const double (&a)[Count], const double (&b)[Count]) {
+    Two even = {}, odd = {};
+    for (int k = 0; k < Count; k += 4) {
+        Two x[2], y[2];
+        memcpy(x, &a[k], 32), memcpy(y, &b[k], 32);
+        even += x[0] * y[0], odd += x[1] * y[1];
+    }
+    even += odd;
+    return even[0] + even[1];
 }
 // A lane's sums of rows g and g + 8 of its warp's 16: two neighbours of each eight columns.
 template <int Count>
 void multiply_now(const Product& p) {
     const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
-    float a[2][Count], b[Count];
+    double a[2][Count], b[Count];
     for (int half = 0; half < 2; ++half)
         if (p.has_rows) std::copy_n(p.rows[half], 16, a[half]);
         else read_row(a[half], p.a, row + 8 * half);
     for (int i = 0; i < p.columns / 4; ++i) {
         read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
         for (int half = 0; half < 2; ++half) {
-            double sum = 0;
-            for (int k = 0; k < Count; ++k) sum += double(a[half][k]) * b[k];
+            const double sum = dot(a[half], b);
             float& total = p.sums[i / 2 * 4 + half * 2 + i % 2];
             total = p.keep ? float(total + sum) : float(sum);
         }
@@ -501,7 +526,7 @@ static void mov_b32(float& d) { d = 0; }
 
 
 def body(name: str) -> str:
-    """A file of csrc/ without what it includes."""
+    """Returns a file of csrc/ without its includes."""
     lines = (ROOT / "csrc" / f"{name}.cuh").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.startswith(("#include", "#pragma once")))
     dynamic = "extern __shared__ __align__(1024) uint8_t dynamic_shared[];"
@@ -509,7 +534,7 @@ def body(name: str) -> str:
 
 
 def base() -> str:
-    """GroupedGemmSm90 and what it needs."""
+    """Returns GroupedGemmSm90 and the code that it needs."""
     moe = ("work_unit_sm90", "gemm_overlap_sm90", "grouped_gemm_sm90")
     return "".join(map(body, ("common/ring", "common/activation", *(f"moe/{name}" for name in moe))))
 
@@ -522,12 +547,12 @@ def build(folder: Path, text: str, entry: str, *flags: str) -> ctypes.CDLL:
     source = folder / "kernels.cpp"
     headers = '#include "oxmoe/src/params/moe.rs.h"\n'
     source.write_text(headers + NUMBERS + PRELUDE + INSTRUCTIONS + without_asm(text) + entry)
-    every = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", *flags, f"-I{folder}"]
+    every = ["-std=c++20", "-O2", "-ffp-contract=off", "-w", *JUMPS, *flags, f"-I{folder}"]
     return ctypes.CDLL(str(compiled(compiler, every, source)))
 
 
 class HostGemms:
-    """`kernels`: name -> struct of csrc/moe/, with its template's arguments."""
+    """Compiles GEMMs for the host. `kernels`: name -> struct of csrc/moe/, with its template's arguments."""
 
     def __init__(self, folder: Path, kernels: dict[str, str]) -> None:
         kinds = ("", "wide_", "wide_cut_", "ordered_", "stationary_")
@@ -542,8 +567,8 @@ class HostGemms:
     def add(
         self, name: str, weights: Tensor, places: int, strides: dict[str, int], grid: int, **parameters: Any
     ) -> None:
-        """A launch. weights: [experts, rows, k]; x has a row for each place where they lie in their order. `rows` and
-        `k` may be more than the tensor has."""
+        """Adds a launch. weights: [experts, rows, k]. x has a row for each place if rows lie in the order of places.
+        `rows` and `k` may be more than the tensor has."""
         parameters = {"rows": weights.shape[1], **parameters}
         gemm = STRUCTS["GroupedGemmParams"](weights=weights.data_ptr(), **parameters)
         self.parameters.append(STRUCTS["OrderedGemmParams"](gemm=gemm, **strides))
@@ -552,7 +577,7 @@ class HostGemms:
         getattr(self.library, name)(ctypes.byref(self.parameters[-1]), *sizes, ctypes.c_uint32(grid))
 
     def run(self, seed: int) -> None:
-        """All that were added, at once."""
+        """Runs all launches that were added, at once."""
         failure = self.library.run_all(ctypes.c_uint32(seed)).decode()
         self.parameters.clear()
         assert not failure, failure

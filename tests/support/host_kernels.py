@@ -1,7 +1,7 @@
 """Kernels of csrc/ compiled for the host, for tests of their arithmetic and addresses without a GPU.
 
-A warp's 32 threads run side by side, warps and CTAs one after the other: enough for kernels that exchange values by
-shuffles alone.
+A warp's 32 threads run side by side, and warps and CTAs one after the other. That suffices for kernels that exchange
+values by shuffles alone.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ static uint32_t __shfl_xor_sync(uint32_t, uint32_t value, int lanes) {
 }
 """
 
-# What kernels use of these headers, rounding to nearest even.
+# Parts of these headers that kernels use; conversions round to nearest even.
 HEADERS = {
     "cuda_bf16.h": r"""
 #pragma once
@@ -134,7 +134,7 @@ extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool togethe
 
 
 def parameter_header() -> str:
-    """The headers of src/params/ in one, as cxx has them."""
+    """Returns the headers of src/params/ in one, as cxx writes them."""
     text = "".join((ROOT / "src" / "params" / f"{name}.rs").read_text() for name in PARAMETERS)
     out = ["#pragma once", "#include <cstdint>", "namespace oxmoe {"]
     kinds = dict(TYPES)
@@ -156,7 +156,7 @@ def parameter_header() -> str:
 
 
 def write_parameter_headers(folder: Path) -> None:
-    """Every header that kernels may include, all the same one."""
+    """Writes every header that kernels may include; all have the same text."""
     (folder / "oxmoe" / "src" / "params").mkdir(parents=True)
     for name in PARAMETERS:
         (folder / "oxmoe" / "src" / "params" / f"{name}.rs.h").write_text('#include "all.h"\n')
@@ -164,7 +164,7 @@ def write_parameter_headers(folder: Path) -> None:
 
 
 class HostKernels:
-    """`kernels`: name -> (struct with `run`, its parameters)."""
+    """Kernels compiled for the host. `kernels`: name -> (struct with `run`, its parameters)."""
 
     def __init__(self, folder: Path, header: str, kernels: dict[str, tuple[str, str]]) -> None:
         compiler = cxx()
@@ -185,6 +185,6 @@ class HostKernels:
         self.library, self.kernels = ctypes.CDLL(str(library)), kernels
 
     def run(self, name: str, grid: int, together: bool = False, **parameters: Any) -> None:
-        """`together`: lanes of a warp exchange values."""
+        """Runs a kernel. `together`: lanes of a warp exchange values."""
         struct = STRUCTS[self.kernels[name][1]](**parameters)
         getattr(self.library, name)(ctypes.byref(struct), ctypes.c_uint32(grid), ctypes.c_bool(together))

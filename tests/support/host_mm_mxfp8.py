@@ -1,6 +1,7 @@
 """Dense MXFP8 for many tokens on the host (host_hopper.py): the preparation of tokens and the GEMM, launched together.
 
-The GEMM's CTAs are all there at once, also those of clusters. Sums that a CTA waits for are another's, at any time.
+The GEMM's CTAs all run at once, also those of clusters. Another CTA may write the sums that a CTA waits for at any
+time.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ extern "C" int least() { return oxmoe::MmShare::kLeast; }
 
 
 class HostMm:
-    """`tiles`: name -> (tokens, consumers, stages)."""
+    """The kernels for the host. `tiles`: name -> (tokens, consumers, stages)."""
 
     def __init__(self, folder: Path, tiles: dict[str, tuple[int, int, int]]) -> None:
         files = ("common/ring", "common/scale_layout", "gemm/mxfp8_operand", "gemm/mm_mxfp8_wide_sm90")
@@ -149,14 +150,14 @@ class HostMm:
         self.library = build(folder, PRELUDE + "".join(map(body, files)), ENTRY + "".join(entries))
 
     def run(self, name: str, p: ctypes.Structure, seed: int, *grids: int) -> None:
-        """`grids`: of the preparation and, unless `name` is "prepare", the GEMM."""
+        """Runs a launch. `grids`: the grid of the preparation and, unless `name` is "prepare", of the GEMM."""
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
         failure = function(ctypes.byref(p), *map(ctypes.c_uint32, (*grids, seed))).decode()
         assert not failure, failure
 
     def segments(self, tiles: int, shared: int, blocks: int, grid: int, splits: int = 1) -> Tensor:
-        """(CTA, tile, first block, last) of all, CTA after CTA, each in its order."""
+        """Returns (CTA, tile, first block, last) of all segments, CTA after CTA, each in its order."""
         found = torch.full((2 * grid + 2 * tiles + 2, 4), -1, dtype=torch.int32)
         sizes = map(ctypes.c_int, (tiles, shared, blocks, splits, grid))
         count = self.library.segments(*sizes, ctypes.c_void_p(found.data_ptr()), ctypes.c_int(len(found)))

@@ -1,7 +1,8 @@
-"""What fills the stages of the packed GEMMs, on the host (host_hopper.py): schedule, weights, gathering.
+"""The producers of the packed GEMMs' stages, on the host (host_hopper.py): schedule, weights, gathering.
 
-In place of the consumers that multiply are some that compare every byte of a stage that is theirs with where it must
-have come from, and count what they were given. An index beyond an array is an error. And the epilogue that rounds sums.
+In place of the consumers that multiply are some that compare every byte of their stages with the place it must
+have come from, and count what they were given. An index beyond an array is an error. The epilogue that rounds sums is
+here, too.
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ static void max_bf16x2(uint32_t& larger, uint32_t a, uint32_t b) {
 
 class HostPacked:
     """Probes of pipelines by name; a pipeline is (bits of a weight, tokens, consumers, stages, blocks, e4m3). Epilogues
-    likewise, (gated, tokens, consumers, stages, blocks)."""
+    are also named; one is (gated, tokens, consumers, stages, blocks)."""
 
     def __init__(
         self,
@@ -209,11 +210,12 @@ class HostPacked:
         self.library = build(folder, text, entry, "-fsanitize=bounds")
 
     def width(self, name: str, count: int) -> int:
-        """The width that a tile with so many tokens is multiplied at."""
+        """Returns the width that a tile with this many tokens is multiplied at."""
         return getattr(self.library, f"{name}_width")(ctypes.c_int(count))
 
     def run(self, name: str, given: list[torch.Tensor], grid: int, seed: int, p: ctypes.Structure) -> None:
-        """`p`: GroupedGemmParams of e4m3, GemmPairParams of others. `given` has a tensor for each GEMM."""
+        """Runs a pipeline. `p`: GroupedGemmParams of e4m3, GemmPairParams of others. `given` has a tensor for each
+        GEMM."""
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
         counts = [ctypes.c_void_p(tensor.data_ptr()) for tensor in given]
@@ -221,7 +223,7 @@ class HostPacked:
         assert not failure, failure
 
     def finish(self, name: str, p: ctypes.Structure, unit: list[int], seed: int) -> None:
-        """A unit (expert, first, count, row block) through an epilogue."""
+        """Runs a unit (expert, first, count, row block) through an epilogue."""
         function = getattr(self.library, name)
         function.restype = ctypes.c_char_p
         failure = function(ctypes.byref(p), (ctypes.c_int * 4)(*unit), ctypes.c_uint32(seed)).decode()

@@ -14,10 +14,11 @@ from host_cta import HostCtas
 from oxmoe import reference
 
 SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus", "softmax_topk", "identity")
-EXPERTS_PER_LANE = (1, 2, 4, 8, 12, 16)
+EXPERTS_PER_LANE = (1, 2, 4, 8, 12, 16, 32)
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-# What select.cuh and slot_sort.cuh use beside host_cta.py's instructions, and Select as a kernel of one struct.
+# The code that select.cuh and slot_sort.cuh use beside host_cta.py's instructions, and Select as a kernel of one
+# struct.
 WRAPPER = """
 struct int2 { int x, y; };
 static int2 make_int2(int x, int y) { return {x, y}; }
@@ -54,7 +55,7 @@ struct HostSelect {
 
 
 def per_lane(experts: int, groups: int) -> int | None:
-    """Experts that a lane holds, as src/moe/plan/routing.rs has them; None: more than kernels serve."""
+    """Returns the experts that a lane holds, as src/moe/plan/routing.rs has them. None: more than kernels serve."""
     lanes = 32 >> (groups - 1).bit_length()
     need = -(-(experts // groups) // lanes)
     return next((count for count in EXPERTS_PER_LANE if count >= need), None)
@@ -74,7 +75,7 @@ class HostSelect(HostCtas):
         super().__init__(folder, [str(wrapper)], kernels, 800, replaced)
 
     def topk(self, logits: Tensor, top_k: int, seed: int, **options: Any) -> tuple[Tensor, Tensor]:
-        """`oxmoe.topk` by the kernel that a GPU would run."""
+        """Runs `oxmoe.topk` by the kernel that a GPU would run."""
         tokens, experts = logits.shape
         groups, kept = options["num_expert_group"], options["topk_group"]
         bias, valid = options["correction_bias"], options["num_token_non_padded"]
@@ -111,7 +112,7 @@ class HostSelect(HostCtas):
 
 @dataclass
 class Problem:
-    """Operands of one call of topk."""
+    """The operands of one call of topk."""
 
     logits: Tensor
     top_k: int
@@ -132,7 +133,8 @@ class Problem:
 
 
 def draw(rng: torch.Generator, served_by_gpus: bool) -> Problem:
-    """Ties, infinities, NaN of both signs and zeros of both signs; odd numbers of experts, with groups and without."""
+    """Draws ties, infinities, NaN of both signs and zeros of both signs; odd numbers of experts, with groups and
+    without."""
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=rng))
@@ -142,20 +144,20 @@ def draw(rng: torch.Generator, served_by_gpus: bool) -> Problem:
 
     groups = one_of(0, 0, 1, number(2, 32), one_of(2, 4, 8, 16, 32))
     while True:
-        size = number(1, one_of(4, 16, 512 // max(groups, 1)))
+        size = number(1, one_of(4, 16, 512 // max(groups, 1), 1024 // max(groups, 1)))
         if not served_by_gpus or per_lane(size * max(groups, 1), max(groups, 1)):
             break
     experts, kept = size * max(groups, 1), number(1, max(groups, 1)) if groups else 0
     shared = one_of(0, 0, number(1, 3))
     routed = number(1, min(32 - shared, size * kept if groups else experts))
-    # A routed expert for every one that may be chosen, now and then.
+    # Sometimes all experts that may be chosen are routed.
     routed = one_of(routed, routed, min(32 - shared, size * kept if groups else experts))
     tokens = number(1, 9)
-    rate = one_of(0.0, 0.02, 0.3, 0.9)  # of numbers that are special
+    rate = one_of(0.0, 0.02, 0.3, 0.9)  # share of special numbers
     special = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, -math.inf, 0.0, -0.0, 3e4, -3e4])
 
     def numbers(*shape: int) -> Tensor:
-        # Neither the sigmoids of two of these nor sums of two are equal up to rounding; many are equal.
+        # Neither the sigmoids of two of these numbers nor sums of two are equal up to rounding; many are equal.
         grid = torch.randint(-12, one_of(-10, 13), shape, generator=rng) * 0.37 + 0.11
         which = special[torch.randint(0, len(special), shape, generator=rng)]
         return torch.where(torch.rand(shape, generator=rng) < rate, which, grid)
@@ -182,13 +184,14 @@ TIE = 1e-5
 
 
 def _close(a: Tensor, b: Tensor, size: float) -> Tensor:
-    """Where two finite numbers are equal up to rounding, but not equal. `size`: of the terms that made them."""
+    """Returns where two finite numbers are equal up to rounding, but not equal. `size`: size of the terms that made
+    them."""
     gap = (a - b).abs()
     return (gap > 0) & gap.isfinite() & (gap <= TIE * b.abs().clamp(min=size))
 
 
 def ambiguous(problem: Problem) -> Tensor:
-    """Rows whose choice depends on rounding: found with scores in double precision."""
+    """Returns rows whose choice depends on rounding, found with scores in fp64."""
     options = problem.options
     logits = problem.logits.double()
     scored = {
@@ -211,7 +214,7 @@ def ambiguous(problem: Problem) -> Tensor:
         of_group = of_group[..., :1] if score == "max" else of_group[..., :2]
         best = of_group.sum(-1).sort(dim=-1, descending=True, stable=True)
         terms = of_group.gather(1, best.indices[..., None].expand(of_group.shape))
-        # At the border: close sums, or equal ones of other terms.
+        # At the border there are close sums, or equal sums of other terms.
         last, next_ = best.values[:, kept - 1], best.values[:, kept]
         other = (terms[:, kept - 1] != terms[:, kept]).any(-1) & last.isfinite() & (last == next_)
         unclear |= _close(last, next_, size) | other
@@ -223,7 +226,7 @@ def ambiguous(problem: Problem) -> Tensor:
 
 
 def _condition(problem: Problem, ids: Tensor) -> Tensor:
-    """By how much the sum of a row's scores makes errors of its terms larger."""
+    """Returns by how much the sum of a row's scores makes errors of its terms larger."""
     chosen = ids[:, : problem.routed].long()
     terms = reference.scores(problem.logits, problem.options["scoring_func"]).double()
     terms = terms.gather(1, chosen.clamp(min=0, max=problem.logits.shape[1] - 1))
@@ -232,7 +235,8 @@ def _condition(problem: Problem, ids: Tensor) -> Tensor:
 
 
 def compare(problem: Problem, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> int:
-    """Both the same but for rounding; the number of rows that rounding decides, whose ids are not compared."""
+    """Checks that both are equal but for rounding. Returns the number of rows that rounding decides; their ids are not
+    compared."""
     (weights, ids), (expected_weights, expected_ids) = got, expected
     named = {name: "given" if isinstance(v, Tensor) else v for name, v in problem.options.items()}
     what = f"{named}, {problem.logits.dtype} {list(problem.logits.shape)}, top_k {problem.top_k}"

@@ -1,4 +1,4 @@
-"""Operands of int4 layers, and the plain layers that they are."""
+"""Operands of int4 layers, and the plain layers of the same numbers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Int4:
         return oxmoe.ExpertWeights.int4(*operands, **{**self.options, **options})
 
     def plain(self, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-        """w13 and w2 as numbers of dtype."""
+        """Returns w13 and w2 as numbers of dtype."""
         pairs = ((self.w13, self.w13_scale, self.w13_zeros), (self.w2, self.w2_scale, self.w2_zeros))
         up, down = (reference.int4_weights(*pair, dtype) for pair in pairs)
         return up, down
@@ -56,7 +56,8 @@ def make(
     zeros: bool = False,
     scale_dtype: torch.dtype = torch.bfloat16,
 ) -> Int4:
-    """Random codes; scales for results of size one, of `group` columns (None: of a row), some of them negative."""
+    """Draws random codes, and scales for results of size one: of `group` columns (None: of a row), some of them
+    negative."""
     experts, rows, hidden, intermediate = shape.experts, shape.w13_rows, shape.hidden, shape.intermediate
 
     def codes(rows: int, columns: int) -> Tensor:

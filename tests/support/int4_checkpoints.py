@@ -17,16 +17,16 @@ Tensors = dict[str, Callable[[int, str], Tensor]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A checkpoint's config, and what its weights are made with."""
+    """A checkpoint's config, and the options that its weights are made with."""
 
     config: dict[str, Any]
     group: int | None = 32
     zeros: bool = False
-    less: int = 0  # what GPTQ's zero points are stored less
+    less: int = 0  # what GPTQ's stored zero points lack
 
 
 def pack_quantized(weights: dict[str, Any] | None = None, **config: Any) -> dict[str, Any]:
-    """As Kimi-K2-Thinking's."""
+    """Returns a config like Kimi-K2-Thinking's."""
     described = {"actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4}
     described |= {"observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True, "type": "int"}
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
@@ -65,7 +65,7 @@ KINDS = {
 
 
 def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """int32 [..., c / 8] of [..., c]; order: which of eight is in the lowest bits, and so on."""
+    """Packs [..., c] to int32 [..., c / 8]. order: which of eight is in the lowest bits, and so on."""
     eights = numbers.long().unflatten(-1, (-1, 8))
     whole = sum(eights[..., place] << (4 * i) for i, place in enumerate(order))
     assert isinstance(whole, Tensor)
@@ -73,7 +73,7 @@ def words(numbers: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
 
 
 def tensors(layer: Int4, kind: Kind) -> Tensors:
-    """A checkpoint's tensors of (expert, shard), by their names' ends."""
+    """Returns a checkpoint's tensors of (expert, shard), by their names' ends."""
     method = kind.config["quant_method"]
 
     def of(make: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Callable[[int, str], Tensor]:

@@ -31,7 +31,7 @@ TARGET = ROOT / "target" / "kernels-diff"
 
 # Types and flags of ELF sections.
 RELA, NOBITS, REL, ALLOCATED = 4, 8, 9, 2
-# Lines, and a second form of the same code that depends on the other kernels of its file.
+# Sections of line tables, and of a second form of the same code that depends on the other kernels of its file.
 NOT_COMPARED = (".debug", ".nv_debug", ".rel.debug", ".rela.debug", ".nv.merc.", ".nv.capmerc.")
 # Attributes of .nv.info: (format, attribute) of one word that names a symbol, or of several.
 SIZED, PARAMETER_BANK, EXTERNS = 4, 0x0A, 0x0F
@@ -46,7 +46,7 @@ class CannotCompare(Exception):
 
 @dataclass
 class Kernel:
-    """What a GPU gets of a kernel. `parts`: bytes by the kind of section."""
+    """The parts of a kernel that a GPU gets. `parts`: bytes by the kind of section."""
 
     parts: dict[str, bytes] = field(default_factory=dict)
     registers: int = 0
@@ -58,7 +58,7 @@ class Kernel:
         return sum(struct.unpack_from("<H", code, at)[0] & 0xFFF == opcode for at in range(0, len(code) - 15, 16))
 
     def resources(self) -> dict[str, int]:
-        """Spills are among the loads and stores of local memory."""
+        """Returns the resources. Spills are among the loads and stores of local memory."""
         return {
             "registers": self.registers,
             "stack": self.stack,
@@ -114,7 +114,7 @@ class Cubin:
                     self.symbols.append(own or (self.sections[index].name if index < count else ""))
 
     def kernels(self) -> dict[str, Kernel]:
-        """By symbol. Allocated sections that belong to no kernel stand under their own name."""
+        """Returns kernels by symbol. Allocated sections that belong to no kernel stand under their own name."""
         found = {s.name.removeprefix(".text."): Kernel() for s in self.sections if s.name.startswith(".text.")}
         for section in self.sections:
             if section.name.startswith(NOT_COMPARED):
@@ -131,7 +131,7 @@ class Cubin:
     def _add(self, kernel: Kernel, kind: str, section: Section) -> None:
         if kind == ".text":
             kernel.parts[kind] = section.data
-            # Newer architectures have the number in .nv.info alone.
+            # Newer architectures have the number of registers in .nv.info alone.
             kernel.registers = kernel.registers or section.info >> 24
         elif kind == ".nv.shared":
             kernel.shared = section.size
@@ -150,7 +150,7 @@ class Cubin:
             yield f"{offset:#x} {info & 0xFFFFFFFF} {self.symbols[info >> 32]} {addend}".encode()
 
     def _attributes(self, data: bytes) -> Iterator[bytes]:
-        """Attributes with names in the place of symbols' numbers."""
+        """Yields attributes with names in the place of symbols' numbers."""
         for layout, attribute, value, payload in attributes(data):
             if attribute in (PARAMETER_BANK, EXTERNS) and layout == SIZED:
                 numbers = 1 if attribute == PARAMETER_BANK else len(payload) // 4
@@ -159,7 +159,7 @@ class Cubin:
             yield struct.pack("<BBHI", layout, attribute, value, len(payload)) + payload
 
     def _read_resources(self, data: bytes, kernels: dict[str, Kernel]) -> None:
-        """Attributes of a symbol each: its number and a value."""
+        """Reads attributes that belong to one symbol each: its number and a value."""
         for layout, attribute, _, payload in attributes(data):
             if layout != SIZED or len(payload) != 8:
                 continue
@@ -175,7 +175,7 @@ class Cubin:
 
 
 def attributes(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
-    """(format, attribute, value, payload) of a section .nv.info."""
+    """Yields (format, attribute, value, payload) of a section .nv.info."""
     at = 0
     while at < len(data):
         layout, attribute, value = struct.unpack_from("<BBH", data, at)
@@ -186,7 +186,7 @@ def attributes(data: bytes) -> Iterator[tuple[int, int, int, bytes]]:
 
 
 def cuobjdump() -> str:
-    """Its path: on PATH, in a CUDA toolkit, or in one of Python's packages."""
+    """Returns cuobjdump's path: on PATH, in a CUDA toolkit, or in one of Python's packages."""
     folders = [Path(home) / "bin" for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     for entry in sys.path:
         folders += sorted(Path(entry or ".").glob("nvidia/cu1*/bin"), reverse=True)
@@ -202,7 +202,8 @@ def cuobjdump() -> str:
 
 
 def cubins(file: Path) -> Iterator[tuple[str, bytes]]:
-    """(architecture, ELF file) of a fatbin or a cubin; a cubin's name says its architecture, as cuobjdump names it."""
+    """Yields (architecture, ELF file) of a fatbin or a cubin; a cubin's name says its architecture, as cuobjdump names
+    it."""
     with tempfile.TemporaryDirectory() as folder:
         files = [file]
         if file.suffix != ".cubin":
@@ -220,13 +221,13 @@ def cubins(file: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def read(files: Sequence[Path]) -> dict[tuple[str, str], Kernel]:
-    """All kernels, by architecture and symbol."""
+    """Returns all kernels, by architecture and symbol."""
     kernels: dict[tuple[str, str], Kernel] = {}
     places: dict[tuple[str, str], Path] = {}
     for file in files:
         for arch, data in cubins(file):
             for symbol, kernel in Cubin(data, file.name).kernels().items():
-                # A section without a kernel is this file's.
+                # A section without a kernel belongs to this file.
                 key = arch, f"{file.stem}:{symbol}" if symbol.startswith(".") else symbol
                 if key in kernels:
                     raise CannotCompare(f"{symbol} ({arch}) is both in {places[key].name} and in {file.name}")
@@ -235,11 +236,11 @@ def read(files: Sequence[Path]) -> dict[tuple[str, str], Kernel]:
 
 
 def build(source: Path) -> list[Path]:
-    """The fatbins of a source tree, from the kernel cache or by nvcc."""
+    """Returns the fatbins of a source tree, from the kernel cache or by nvcc."""
     # NOTE: the build hashes headers in the order of their paths: sources go before the target folder, as in a checkout.
     defaults = {"OXMOE_KERNEL_CACHE": str(ROOT / "target" / "kernels"), "PYO3_PYTHON": sys.executable}
-    # NOTE: in one target folder cargo takes another tree's build script, and what it built, for this tree's where no
-    # source is newer. The working tree has a folder of its own; revisions share one, and each is made newer.
+    # NOTE: in one target folder cargo takes another tree's build script and outputs for this tree's, if no source is
+    # newer. The working tree has a folder of its own; revisions share one, and each is made newer.
     target = "tree" if source == ROOT else "target"
     if source != ROOT:
         (source / "build.rs").touch()
@@ -257,7 +258,7 @@ def build(source: Path) -> list[Path]:
 
 
 def files_of(side: str | None) -> list[Path]:
-    """The fatbins of a folder, a git revision or (None) the working tree."""
+    """Returns the fatbins of a folder, a git revision or (None) the working tree."""
     if side is None:
         return build(ROOT)
     if Path(side).is_dir():
@@ -282,7 +283,7 @@ def files_of(side: str | None) -> list[Path]:
 
 
 def differences(base: Kernel, new: Kernel) -> str:
-    """What differs, with the resources of both; empty: nothing."""
+    """Returns what differs, with the resources of both; an empty text if nothing differs."""
     kinds = [kind for kind in sorted({*base.parts, *new.parts}) if base.parts.get(kind) != new.parts.get(kind)]
     if not kinds and base.registers == new.registers:
         return ""
@@ -299,7 +300,7 @@ def differences(base: Kernel, new: Kernel) -> str:
 def compare(
     base: dict[tuple[str, str], Kernel], new: dict[tuple[str, str], Kernel], everything: bool
 ) -> tuple[list[str], bool]:
-    """The report's lines, and whether all kernels are equal."""
+    """Returns the report's lines, and whether all kernels are equal."""
     lines, counts = [], {}
     for key in sorted({*base, *new}):
         arch, symbol = key

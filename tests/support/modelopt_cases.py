@@ -23,7 +23,7 @@ GROUP = {
 
 
 def flat(algorithm: str, **fields: Any) -> dict[str, Any]:
-    """A quantization_config of a config.json."""
+    """Returns a quantization_config of a config.json."""
     config = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": IGNORE, **fields}
     if "NVFP4" in algorithm:
         config["config_groups"] = {"group_0": copy.deepcopy(GROUP)}
@@ -31,7 +31,7 @@ def flat(algorithm: str, **fields: Any) -> dict[str, Any]:
 
 
 def nested(algorithm: str, **fields: Any) -> dict[str, Any]:
-    """An hf_quant_config.json."""
+    """Returns an hf_quant_config.json."""
     section = {"quant_algo": algorithm, "kv_cache_quant_algo": None, "exclude_modules": IGNORE, **fields}
     if "NVFP4" in algorithm:
         section["group_size"] = 16
@@ -78,7 +78,7 @@ class Experts:
         return ("w1", "w3", "w2") if self.gated else ("w1", "w2")
 
     def named(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """Suffix, shard, expert and tensor, as a checkpoint has them."""
+        """Yields suffix, shard, expert and tensor, as a checkpoint has them."""
         for suffix, shards in self.tensors.items():
             for shard, of_experts in shards.items():
                 for expert, tensor in enumerate(of_experts):
@@ -96,7 +96,8 @@ def _sizes(experts: int, hidden: int, intermediate: int, gated: bool) -> dict[st
 def nvfp4(
     experts: int, hidden: int, intermediate: int, rng: torch.Generator, *, gated: bool = True, alike: bool = False
 ) -> Experts:
-    """Random codes; every matrix of its own size, so that a scale of another one shows. alike: but for gate and up."""
+    """Draws random codes. Every matrix has its own size, so that a wrong matrix's scale shows. alike: gate and up share
+    one."""
     made = Experts(gated)
     for shard, (_, rows, columns) in _sizes(experts, hidden, intermediate, gated).items():
         codes = torch.randint(0, 256, (experts, rows, columns // 2), generator=rng, dtype=torch.uint8)
@@ -110,7 +111,7 @@ def nvfp4(
         made.put("weight", shard, codes)
         made.put("weight_scale", shard, scale)
         made.put("weight_scale_2", shard, scale_2)
-        # SGLang quantises activations with them where it can; oxmoe leaves them out.
+        # SGLang quantises activations with these scales if it can; oxmoe leaves them out.
         made.put("input_scale", shard, torch.full((experts,), 1e3))
     return made
 
@@ -125,7 +126,7 @@ def fp8(experts: int, hidden: int, intermediate: int, rng: torch.Generator, *, g
         made.numbers[shard] = codes.double() * scale.double()[:, None, None]
         made.put("weight", shard, codes)
         made.put("weight_scale", shard, scale)
-        # The largest of the experts counts.
+        # The largest scale of the experts counts.
         largest = 5.0 / 448 if shard != "w2" else (4.0 if gated else 12.0) / 448
         of_experts = torch.full((experts,), largest / 2)
         of_experts[experts - 1] = largest
@@ -137,9 +138,10 @@ def fp8(experts: int, hidden: int, intermediate: int, rng: torch.Generator, *, g
 def moe(
     x: Tensor, made: Experts, weights: Tensor, ids: Tensor, *, experts: range | None = None, limit: float | None = None
 ) -> Tensor:
-    """The layer in fp64 on the checkpoint's numbers, rounded to bf16 where a layer's output between its products is.
+    """Computes the layer in fp64 on the checkpoint's numbers, rounded to bf16 where a layer rounds between its
+    products.
 
-    experts: of this rank; others' results are left out.
+    experts: the experts of this rank; results of others are left out.
     """
 
     def quantised(rows: Tensor, shard: str) -> Tensor:

@@ -60,7 +60,7 @@ class Blocks:
         return reference.moe(x, *self.dense, weights, ids, **options)
 
     def interleaved(self, release: str) -> dict[str, Any]:
-        """Arguments of cutlass_fused_moe."""
+        """Returns arguments of cutlass_fused_moe."""
         values, scales = zip(
             *(
                 [t.to(self.device) for t in quantize.interleave_sm90_mxfp4(c.cpu(), s.cpu(), flashinfer=release)]
@@ -99,7 +99,8 @@ class StridedLayout:
 
 
 def wrapped(codes: Tensor, scales: Tensor, kind: str) -> tuple[Any, Any]:
-    """(weight, precision configuration) as triton_kernels 3.6, 3.8 and, without a layout of its own, 3.6 hold them."""
+    """Returns (weight, precision configuration) as triton_kernels 3.6, 3.8 and, without a layout of its own, 3.6 hold
+    them."""
 
     def tensor(data: Tensor, layout: Any, shape: tuple[int, ...]) -> SimpleNamespace:
         return SimpleNamespace(storage=SimpleNamespace(data=data, layout=layout), shape=list(shape))

@@ -41,7 +41,8 @@ class Blocks:
 
     @functools.cached_property
     def plain(self) -> Layer:
-        """The same numbers in the compute dtype, expanded expert by expert: the steps between are large."""
+        """Returns the layer of the same numbers in the compute dtype, expanded expert by expert: the steps between are
+        large."""
         w13, w2 = (
             torch.stack([reference.mxfp4_weights(*one, DTYPES[self.dtype]) for one in zip(*pair, strict=True)])
             for pair in zip(self.operands[:2], self.operands[2:], strict=True)
@@ -55,7 +56,8 @@ class Blocks:
 def make_blocks(
     shape: Shape, dtype: str, device: str, rng: torch.Generator, *, experts: int | None = None, bias_dtype: Any = None
 ) -> Blocks:
-    """Random codes, scales for results of size one; biases in the compute dtype unless another is named."""
+    """Draws random codes, and scales for results of size one; biases are in the compute dtype unless another is
+    named."""
     experts = experts or shape.experts
     # A GPU draws its own numbers, from a seed of rng: a model's layer has hundreds of millions.
     seed = int(torch.randint(1 << 62, (), generator=rng))
@@ -91,7 +93,7 @@ def make_blocks(
 
 
 def call(x: Tensor, weights: oxmoe.ExpertWeights, *routing: Tensor, **options: Any) -> Tensor:
-    """moe into NaN, with a workspace of NaN. Routing may be on CPU."""
+    """Runs moe into NaN, with a workspace of NaN. Routing may be on CPU."""
     given = [part.to(x.device) for part in routing]
     slots = given[1].shape[1] if given else options["top_k"]
     out = x.new_full((x.shape[0], slots, x.shape[1]) if options.get("no_combine") else x.shape, torch.nan)
@@ -104,7 +106,8 @@ def call(x: Tensor, weights: oxmoe.ExpertWeights, *routing: Tensor, **options: A
 def check(
     blocks: Blocks, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any
 ) -> Tensor:
-    """Close to the reference on the same numbers; on CPU also the bits of plain experts."""
+    """Checks that the result is close to the reference on the same numbers; on CPU also that it has plain experts'
+    bits."""
     plain, weights = blocks.plain, made or blocks.weights()
     given = [part.to(x.device) for part in routing]
     results, expected = [], []
@@ -118,20 +121,21 @@ def check(
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, rng: torch.Generator) -> Tensor:
-    """Every bit pattern of the dtype: all exponents, subnormals, NaN, infinity."""
+    """Returns every bit pattern of the dtype: all exponents, subnormals, NaN, infinity."""
     integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
     limits = torch.iinfo(integers)
     return torch.randint(limits.min, limits.max + 1, shape, generator=rng, dtype=integers).view(dtype)
 
 
 def edges(dtype: torch.dtype) -> Tensor:
-    """Blocks [N, 32] whose largest value sits at an edge: of a binade, of 6 scales, of the dtype, of its subnormals."""
+    """Returns blocks [N, 32] whose largest value sits at an edge: of a binade, of 6 scales, of the dtype, of its
+    subnormals."""
     finfo = torch.finfo(dtype)
     largest = [2.0**e * m for e in range(-149, 128) for m in (1.0, 1.5, 1.75, 1.25)]
     x = torch.tensor(largest, dtype=torch.float64).clamp(max=finfo.max).to(dtype)
     x = torch.cat([x, torch.nextafter(x, torch.zeros_like(x)), torch.nextafter(x, torch.full_like(x, math.inf))])
     x = torch.cat([x[x.isfinite()], torch.tensor([0.0, finfo.max, finfo.tiny, finfo.smallest_normal], dtype=dtype)])
-    # All midpoints and values of e2m1, relative to the block's largest; -0 too.
+    # The ladder has all midpoints and values of e2m1, relative to the block's largest; -0 too.
     ladder = torch.linspace(-1, 1, 25, dtype=torch.float64)
     blocks = x.double()[:, None] * torch.cat(
         [torch.ones(1), ladder, torch.tensor([-0.0, 0.0, 1e-3, -1e-3, 1e-9, -1e-9])]
@@ -140,9 +144,10 @@ def edges(dtype: torch.dtype) -> Tensor:
 
 
 def awkward(dtype: torch.dtype, rng: torch.Generator, blocks: int = 4096) -> list[Tensor]:
-    """Blocks [N, 32]: any bits, those without NaN and infinity, ..."""
+    """Returns blocks [N, 32]: of any bits, of bits without NaN and infinity, ..."""
     bits = random_bits((3 * blocks, 32), dtype, rng)
-    # NaN and infinity, of both signs, alone and together, among large, small and negative zero neighbours.
+    # These blocks have NaN and infinity of both signs, alone and together, among large, small and negative zero
+    # neighbours.
     special = torch.randn((512, 32), generator=rng).to(dtype)
     special[:, 0] = -0.0
     choice = torch.randint(0, 32, (512, 3), generator=rng)
@@ -152,6 +157,6 @@ def awkward(dtype: torch.dtype, rng: torch.Generator, blocks: int = 4096) -> lis
 
 
 def every_code(rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Every byte of two codes with every scale byte."""
+    """Returns every byte of two codes with every scale byte."""
     codes = torch.arange(256, dtype=torch.uint8)[torch.randperm(256, generator=rng)].expand(256, 256).contiguous()
     return codes, torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous()

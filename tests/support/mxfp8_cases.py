@@ -32,7 +32,7 @@ SHARED_TILES = [
 
 
 class Mxfp8(Quantised):
-    """With a scale for each 32 of a row."""
+    """The operands of a layer with a scale for each 32 columns of a row."""
 
     def weights(self, **options: Any) -> oxmoe.ExpertWeights:
         return oxmoe.ExpertWeights.mxfp8(*self.operands, **{**self.options, **options})
@@ -43,7 +43,7 @@ class Mxfp8(Quantised):
 
 
 def make_mxfp8(shape: Shape, device: str, rng: torch.Generator, *, bias_dtype: torch.dtype = torch.bfloat16) -> Mxfp8:
-    """Every code but NaN, mostly those of a normal distribution; scales for results of size one."""
+    """Draws every code but NaN, mostly those of a normal distribution, and scales for results of size one."""
     # A GPU draws its own numbers, from a seed of rng: a model's layer has hundreds of millions.
     seed = int(torch.randint(1 << 62, (), generator=rng))
     generator = rng if device == "cpu" else torch.Generator(device).manual_seed(seed)
@@ -81,7 +81,7 @@ def make_mxfp8(shape: Shape, device: str, rng: torch.Generator, *, bias_dtype: t
 
 
 def check(layer: Mxfp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any) -> Tensor:
-    """Close to the reference; the result."""
+    """Checks that the result is close to the reference, and returns it."""
     weights = made or layer.weights()
     given = [part.to(x.device) for part in routing]
     results = [call(drawn, weights, *given, **options) for drawn in draws(x)]

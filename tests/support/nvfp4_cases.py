@@ -14,7 +14,7 @@ from oxmoe import nvfp4, reference
 from oxmoe.testing import Bar
 
 E4M3 = torch.float8_e4m3fn
-# A sum that rounds to its neighbour moves a code, and a block's largest all of its block.
+# A sum that rounds to its neighbour moves a code; a block's largest number moves its whole block.
 A4_BAR = Bar(max_ulp=64.0, ulps=3.9, share=1e-1)
 
 
@@ -45,7 +45,7 @@ class Nvfp4:
         return oxmoe.ExpertWeights.nvfp4(*operands, **{**self.options, **options})
 
     def expected(self, x: Tensor, experts: Tensor) -> Tensor:
-        """Every row by its expert."""
+        """Computes every row by its expert."""
         out = torch.empty_like(x)
         options = dict(self.shape.options)
         for expert in experts.unique().tolist():
@@ -65,7 +65,7 @@ class Nvfp4:
 
 
 def make(shape: Shape, rng: torch.Generator, a4: bool = False) -> Nvfp4:
-    """Random codes; scales and global scales for results of size one."""
+    """Draws random codes, and scales and global scales for results of size one."""
     experts, rows, hidden, intermediate = shape.experts, shape.w13_rows, shape.hidden, shape.intermediate
 
     def codes(rows: int, columns: int) -> Tensor:
@@ -104,7 +104,7 @@ def make(shape: Shape, rng: torch.Generator, a4: bool = False) -> Nvfp4:
 
 
 def arranged(rows: Tensor, layout: str) -> Tensor:
-    """[E, 2I, ...] of [gate; up] rows in another layout."""
+    """Returns [E, 2I, ...] of [gate; up] rows in another layout."""
     gate, up = rows.chunk(2, 1)
     if layout == "interleaved":
         return torch.stack([gate, up], 2).flatten(1, 2)
@@ -113,7 +113,7 @@ def arranged(rows: Tensor, layout: str) -> Tensor:
 
 
 def on_cuda(layer: Nvfp4) -> Nvfp4:
-    """Weights, scales and biases there; numbers of experts in part."""
+    """Returns the layer on the GPU. w2's global scale and the second rounding stay on the CPU."""
     tensors = {name: getattr(layer, name) for name in ("w13", "w2", "w13_scale", "w2_scale", "w13_global", "b13", "b2")}
     moved = {name: tensor if tensor is None else tensor.cuda() for name, tensor in tensors.items()}
     roundings = None if layer.roundings is None else (layer.roundings[0].cuda(), layer.roundings[1])

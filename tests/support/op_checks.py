@@ -12,17 +12,17 @@ from oxmoe.testing import same_bits
 
 _SCHEMA = "test_schema"
 _OTHERS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-# Of torch's checks, the one that compares operands before and after with kernels that it has for no 8-bit float.
+# The dtypes that torch's check of the schema cannot compare: torch has no kernels for the comparison of 8-bit floats.
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Those of a result."""
+    """Returns the tensors of a result."""
     return [value] if isinstance(value, Tensor) else [part for part in value or () if isinstance(part, Tensor)]
 
 
 def opcheck(operator: Any, operands: tuple[Any, ...], options: dict[str, Any] | None = None) -> None:
-    """Every check of torch; where there are 8-bit floats, its check of the schema by bits."""
+    """Runs every check of torch. If there are 8-bit floats, the check of the schema compares bits."""
     options = options or {}
     given = tensors((*operands, *options.values()))
     eight_bits = any(tensor.dtype in _EIGHT_BITS for tensor in given)
@@ -32,7 +32,7 @@ def opcheck(operator: Any, operands: tuple[Any, ...], options: dict[str, Any] | 
 
 
 def check_schema(operator: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """An operator writes to what its schema says it writes to, and returns memory of its own."""
+    """Checks that an operator writes only to what its schema names, and returns memory of its own."""
     places = [(argument.name, argument.alias_info) for argument in operator._schema.arguments]
     values = {name: value for (name, _), value in zip(places, operands, strict=False)} | options
     before = {name: value.clone() for name, value in values.items() if isinstance(value, Tensor)}
@@ -45,7 +45,7 @@ def check_schema(operator: Any, operands: tuple[Any, ...], options: dict[str, An
 
 
 def fakes_are_real(operator: Any, operands: tuple[Any, ...], options: dict[str, Any] | None = None) -> None:
-    """A fake result has the shape, dtype, strides and device of the real one."""
+    """Checks that a fake result has the shape, dtype, strides and device of the real one."""
     options = options or {}
     real = tensors(operator(*operands, **options))
     with FakeTensorMode() as mode:

@@ -11,11 +11,12 @@ from oxmoe.allreduce.memory import share
 
 
 class Memory:
-    """Stands in for AllReduceMemory: a memfd, of which peers read what it says."""
+    """Stands in for AllReduceMemory: a memfd, whose text peers read."""
 
     def __init__(self, text: str) -> None:
         self._descriptor = os.memfd_create("memory")
         os.write(self._descriptor, text.encode())
+        self.text = text
         self.closed = False
         self.inherited: list[int] = []
         self.seen: list[str] = []
@@ -33,7 +34,7 @@ class Memory:
 
 
 def over_pipes() -> None:
-    """Rank 1 of two, whose group is its standard input and output."""
+    """Runs rank 1 of two, whose group is its standard input and output."""
 
     def exchange(error: Exception | None, text: str) -> list[str]:
         print(json.dumps([None if error is None else repr(error), text]), flush=True)

@@ -23,14 +23,14 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
-# Ranks of groups with a GPU each.
+# Sizes of groups in which every rank has its own GPU.
 WORLDS = [pytest.param(n, marks=pytest.mark.skipif(GPUS < n, reason=f"needs {n} GPUs")) for n in (2, 4, 8)]
 
 # Processes
 
 
 class Rank:
-    """What a function that runs on every rank is given."""
+    """The argument of a function that runs on every rank: the rank, and its groups."""
 
     def __init__(self, rank: int, world: int, port: int) -> None:
         torch.set_num_threads(1)
@@ -49,7 +49,7 @@ class Rank:
 def _work(connection: Any, rank: int, world: int, port: int, gpus: bool) -> None:
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Loopback, whatever the machine's name resolves to.
+    # gloo uses the loopback interface, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["RAYON_NUM_THREADS"] = "1"
     me = Rank(rank, world, port)
@@ -87,7 +87,7 @@ class Crew:
     def run(
         self, function: Callable[..., Any], *args: Any, gone: tuple[int, ...] = (), patience: float = 60
     ) -> list[Any]:
-        """The results of all ranks; a rank in `gone` gives none. patience: seconds."""
+        """Returns the results of all ranks; a rank in `gone` gives none. patience: seconds."""
         for pipe in self.pipes:
             pipe.send((function, args))
         results, failures = [], []
@@ -112,7 +112,7 @@ class Crew:
 
 
 def raised(call: Callable[[], Any]) -> tuple[str, str]:
-    """(type, message) of what a call raises."""
+    """Returns (type, message) of what a call raises."""
     try:
         call()
     except Exception as error:
@@ -121,7 +121,7 @@ def raised(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def on_cpu(parts: list[torch.Tensor], pattern: int, **operands: Any) -> None:
-    """The CPU implementation on every rank's rows."""
+    """Runs the CPU implementation on every rank's rows."""
     names = _Operands.__dataclass_fields__
     given: dict[str, Any] = dict.fromkeys(names) | {"rms_eps": 1e-6, "weight_bias": 0.0} | operands
     extension.allreduce_finish(_Operands(**given | {"input": parts[0], "pattern": pattern}), parts)
@@ -138,19 +138,19 @@ def make(me: Rank, tokens: int, hidden: int, dtype: torch.dtype, size: int | Non
 
 
 def draw(seed: int, name: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
-    """The same on every rank for the same name."""
+    """Draws numbers that are equal on every rank for the same name."""
     rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     return (torch.randn(*shape, generator=rng) * scale).to(dtype)
 
 
 def poison(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory that no correct result looks like."""
+    """Returns memory that no correct result looks like."""
     item = torch.empty((), dtype=dtype).element_size()
     return torch.full((*shape[:-1], shape[-1] * item), 0xA5, dtype=torch.uint8).view(dtype)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bit for bit, but for the payloads of NaNs."""
+    """Whether two tensors are equal bit for bit, but for the payloads of NaNs."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     nan = a.float().isnan() & b.float().isnan()
@@ -166,7 +166,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def check_norm(norm: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, eps: float, bias: float) -> str:
-    """Within one rounding of the fp64 norm of the given rows; NaN exactly where it has NaN."""
+    """Checks for one rounding of the fp64 norm of the given rows, with NaN exactly at its NaN."""
     rows = residual.double()
     expected = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt() * (bias + gamma.double())
     bar = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-21}[norm.dtype]
@@ -183,7 +183,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float6
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """Codes of the nearest values, the even code of two."""
+    """Returns the codes of the nearest values; of two codes the even one."""
     distance = (x.double().abs().clamp(max=6.0)[..., None] - E2M1).abs()
     nearest = distance == distance.amin(-1, keepdim=True)
     code = (nearest * (2 - torch.arange(8) % 2)).argmax(-1)
@@ -195,7 +195,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def nvfp4(norm: torch.Tensor, scale: float, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pairs uint8 [T, H / 2], scales in memory order)."""
+    """Returns (pairs uint8 [T, H / 2], scales in memory order)."""
     tokens, hidden = norm.shape
     blocks = norm.float().view(tokens, hidden // 16, 16)
     factors = to_e4m3(torch.tensor(scale) * (blocks.abs().amax(-1) * torch.tensor(1.0 / 6.0)))
@@ -214,7 +214,7 @@ def nvfp4(norm: torch.Tensor, scale: float, layout: int) -> tuple[torch.Tensor, 
 
 
 def groups_fp8(norm: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(e4m3 [T, H], exponent bytes [T, 4 ceil(groups / 4)])."""
+    """Returns (e4m3 [T, H], exponent bytes [T, 4 ceil(groups / 4)])."""
     tokens, hidden = norm.shape
     values = norm.float().view(tokens, hidden // group, group)
     mantissa, exponent = torch.frexp((values.abs().amax(-1) / 448).clamp(min=1e-10))
@@ -264,7 +264,7 @@ def quant_operands(kind: str, tokens: int, hidden: int, layout: int, group: int,
 
 
 def check_quant(kind: str, norm: torch.Tensor, operands: dict[str, Any]) -> list[str]:
-    """Against the quantisation of our own norm, bit for bit."""
+    """Compares with the quantisation of oxmoe's own norm, bit for bit."""
     tokens = norm.shape[0]
     quant, scales = operands["quant_out"], operands.get("scale_out")
     wrong = []
@@ -295,7 +295,7 @@ def crc(*tensors: torch.Tensor) -> list[int]:
 
 
 def alike(results: list[tuple[list[str], list[int]]], size: int) -> None:
-    """Nothing wrong, and the same bits on every rank of a group."""
+    """Checks that nothing is wrong, and that every rank of a group has the same bits."""
     for rank, (wrong, sums) in enumerate(results):
         assert not wrong, f"rank {rank}: {wrong}"
         assert sums == results[rank // size * size][1], f"rank {rank}"

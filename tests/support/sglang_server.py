@@ -36,7 +36,7 @@ SHAPE = Shape("sglang", 8, 2, 128, 96)
 
 
 def _one_rank(port: int) -> None:
-    """Groups of one rank, which older releases' layers look up."""
+    """Makes groups of one rank, which older releases' layers look up."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
@@ -83,7 +83,7 @@ def _old_server(backend: str, a2a: str, overlap: bool) -> Iterator[None]:
 
     def start(name: str, a2a: str, overlap: bool) -> None:
         arguments = ServerArgs(model_path="dummy", moe_runner_backend=name)
-        # Set afterwards: at first such a server asks for its GPUs.
+        # These are set afterwards, because such a server first asks for its GPUs.
         arguments.moe_a2a_backend, arguments.enable_single_batch_overlap = a2a, overlap
         set_global_server_args_for_scheduler(arguments)
         initialize_moe_config(arguments)
@@ -97,8 +97,8 @@ def _old_server(backend: str, a2a: str, overlap: bool) -> Iterator[None]:
 
 @contextmanager
 def server(backend: str = "auto", *, a2a: str = "none", overlap: bool = False, **topology: Any) -> Iterator[None]:
-    """A server of one rank with this --moe-runner-backend and --moe-a2a-backend, with or without
-    --enable-single-batch-overlap; topology: what a context overrides of its ranks."""
+    """Sets up a server of one rank with this --moe-runner-backend and --moe-a2a-backend, with or without
+    --enable-single-batch-overlap. topology: what a context overrides of its ranks."""
     if NEW:
         with _new_server(backend, a2a, overlap, topology):
             yield
@@ -114,7 +114,8 @@ def server(backend: str = "auto", *, a2a: str = "none", overlap: bool = False, *
 
 @contextmanager
 def argument(place: str, name: str, value: Any) -> Iterator[None]:
-    """An argument of the server, in its place of the runtime context ("exec.moe"); older releases have it elsewhere."""
+    """Sets an argument of the server, in its place of the runtime context ("exec.moe"); older releases have it
+    elsewhere."""
     top, _, rest = place.partition(".")
     if sources.function("srt.runtime_context", f"get_{top}"):
         bag = getattr(importlib.import_module("sglang.srt.runtime_context"), f"get_{top}")()
@@ -142,9 +143,9 @@ def operands(
 
 
 def fused_moe(layer: Layer, *, experts: int | None = None, quantized: bool = True, **options: Any) -> FusedMoE:
-    """SGLang's layer with these weights, loaded as its model loader would end.
+    """Returns SGLang's layer with these weights, loaded as its model loader would end.
 
-    quantized: by the quantization "oxmoe"; else SGLang's own method, which follows --moe-runner-backend.
+    quantized: the layer has the quantization "oxmoe"; False: SGLang's own method, which follows --moe-runner-backend.
     """
     shape, dtype = layer.shape, layer.w13.dtype
     with torch.device(layer.w13.device):
@@ -172,7 +173,7 @@ def fused_moe(layer: Layer, *, experts: int | None = None, quantized: bool = Tru
 
 
 def attributes() -> dict[str, tuple[int, Any]]:
-    """Every attribute of SGLang's modules and classes: which object it is, and what a container holds."""
+    """Returns every attribute of SGLang's modules and classes: which object it is, and what a container holds."""
     found = {}
 
     def add(prefix: str, owner: ModuleType | type) -> None:
@@ -195,7 +196,8 @@ _changes: dict[str, set[str]] = {}
 
 
 def installed() -> dict[str, set[str]]:
-    """Installs every MoE swap, once in this process; which attributes of SGLang were added, replaced and filled."""
+    """Installs every MoE swap, once in this process. Returns which attributes of SGLang were added, replaced and
+    filled."""
     if _changes:
         return _changes
     before = attributes()
@@ -233,7 +235,7 @@ __all__ = [
 
 
 def addresses_of(weights: oxmoe.ExpertWeights) -> list[int]:
-    """Of every tensor that a layer's launches read."""
+    """Returns the address of every tensor that a layer's launches read."""
     tensors = (weights.w13, weights.w2, weights.w13_scale, weights.w2_scale, weights.a13_scale, weights.a2_scale)
     packed = (*(weights.w13_packed or ()), *(weights.w2_packed or ()))
     return [tensor.data_ptr() for tensor in (*tensors, *packed, weights.b13, weights.b2) if tensor is not None]

@@ -1,7 +1,8 @@
-"""A process of somebody else that has found the mailboxes' names: `python stranger.py UID MODE TEXT [SECONDS]`.
+"""A process of another user that has found the mailboxes' names: `python stranger.py UID MODE TEXT [SECONDS]`.
 
 MODE: "claim" sends a descriptor as rank 1, in the form of every protocol that mailboxes have had; "flood" does so again
-and again for SECONDS, from two processes; "silent" connects as often as it can, says nothing and stays for SECONDS.
+and again for SECONDS, from two processes; "silent" connects as often as it can, says nothing and stays for SECONDS;
+"linger" sends TCP sockets whose last close waits for SECONDS.
 Prints a line once it has begun. TEXT is what the memory behind its descriptors holds.
 """
 
@@ -17,7 +18,7 @@ import time
 
 
 def mailboxes() -> list[tuple[int, str]]:
-    """(type of socket, address) of every mailbox on the host."""
+    """Returns (type of socket, address) of every mailbox on the host."""
     found = []
     with open("/proc/net/unix") as table:
         for line in table:
@@ -40,6 +41,24 @@ def claim(kind: int, address: str, descriptor: int) -> bool:
     return True
 
 
+def lingering(seconds: float) -> tuple[socket.socket, socket.socket]:
+    """A TCP socket with data that its peer does not take, and that peer."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        ours = socket.socket()
+        ours.connect(server.getsockname())
+        theirs, _ = server.accept()
+    ours.setblocking(False)
+    try:
+        while True:
+            ours.send(b"x" * 65536)
+    except BlockingIOError:
+        pass
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, int(seconds)))
+    return ours, theirs
+
+
 def main(uid: int, mode: str, text: str, seconds: float) -> None:
     if uid != os.getuid():
         os.setgroups([])
@@ -52,6 +71,17 @@ def main(uid: int, mode: str, text: str, seconds: float) -> None:
     end = time.monotonic() + seconds
     if mode == "claim":
         print(sum(claim(kind, address, memory) for kind, address in targets), flush=True)
+        return
+    if mode == "linger":
+        kept = []
+        for kind, address in targets * 3:
+            ours, theirs = lingering(seconds)
+            claim(kind, address, ours.fileno())
+            # The mailbox has the last reference now.
+            ours.close()
+            kept.append(theirs)
+        print("begun", flush=True)
+        time.sleep(seconds)
         return
     if mode == "flood":
         os.fork()

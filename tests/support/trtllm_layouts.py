@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Where row r of 32 goes in shuffle_matrix_a with epilogue_tile_m 128.
+# The place of row r of 32 in shuffle_matrix_a with epilogue_tile_m 128.
 PLACES = [0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27, 4, 12, 20, 28, 5, 13, 21, 29, 6, 14, 22, 30, 7, 15]
 PLACES += [23, 31]
 
 
 def shuffle(weights: Tensor, gated: bool) -> Tensor:
-    """[E, R, ...], row by row: gated, rows of the two halves in turn; then PLACES."""
+    """Shuffles [E, R, ...], row by row. gated: rows of the two halves alternate, and then go to PLACES."""
     rows, result = weights.shape[1], torch.empty_like(weights)
     for place in range(rows):
         row = place // 2 + (place % 2) * (rows // 2) if gated else place
@@ -20,7 +20,8 @@ def shuffle(weights: Tensor, gated: bool) -> Tensor:
 
 
 def interleave(scales: Tensor) -> Tensor:
-    """block_scale_interleave of each expert: byte by byte into tiles of 128 x 4, zeros beyond the last block."""
+    """Applies block_scale_interleave to each expert: byte by byte into tiles of 128 x 4, zeros beyond the last
+    block."""
     experts, rows, blocks = scales.shape
     tiles = (blocks + 3) // 4
     result = torch.zeros((experts, rows // 128 * tiles * 512), dtype=torch.uint8)
@@ -32,5 +33,5 @@ def interleave(scales: Tensor) -> Tensor:
 
 
 def blocked(weights: Tensor) -> Tensor:
-    """[E, R, K] as [E, K / B, R, B], where B numbers have 128 bytes."""
+    """Returns [E, R, K] as [E, K / B, R, B], where B numbers have 128 bytes."""
     return torch.stack(weights.split(128 // weights.element_size(), dim=2), dim=1)

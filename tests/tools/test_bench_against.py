@@ -25,7 +25,8 @@ def row(us: float, tokens: int = 4, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[float]]:
-    """Microseconds of the cells by their number of tokens, one a measurement, the last one from then on."""
+    """Returns microseconds of the cells by their number of tokens: one number a measurement, the last one from then
+    on."""
     times: dict[int, list[float]] = {}
 
     def wall(call: Any) -> timing.Times:
@@ -69,7 +70,7 @@ def test_nothing_lost(clock: dict[int, list[float]], tmp_path: Path, capsys: pyt
     assert "LOST" not in said and "once more" not in said
     (made,) = [json.loads(line) for line in path.read_text().splitlines()]
     assert made["us"] == 104.0 and made["shape"] == "small"
-    # What was written is a file of cells, too.
+    # The file that was written has cells, too.
     clock |= {4: [200.0]}
     assert __main__.main(["bench", "--device", "cpu", "--against", str(path)]) == 1
 
@@ -148,7 +149,7 @@ def test_flags_that_it_does_not_read(flag: list[str], capsys: pytest.CaptureFixt
 
 def test_recorded_results_are_cells() -> None:
     """The files of this repository can be read, and have cells of H100 and H200."""
-    # Those of dense MXFP8 and of NVFP4's quantiser have rows of their own.
+    # Results of dense MXFP8 and of NVFP4's quantiser have rows of their own.
     files = [str(path) for path in RESULTS.rglob("*.jsonl") if '"op": "moe"' in path.read_text().split("\n")[0]]
     rows = report.read_json(sorted(files))
     for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):

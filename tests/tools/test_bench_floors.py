@@ -1,4 +1,5 @@
-"""The floors of a layer: what any algorithm moves and multiplies, what ours does, and the ceilings they are made of."""
+"""The floors of a layer: the bytes and products of any algorithm, those of oxmoe's, and the ceilings they are made
+of."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ FAST = floors.Ceilings(memory=1e6, matrix=2e15, e4m3_matrix=2e15, measured=True)
 
 
 def test_the_published_floor_is_still_the_ideal_one() -> None:
-    """dsv3-tp8, 4096 tokens, fp8 blocks on an H200: as `oxmoe.testing.roofline` has it."""
+    """The floor of dsv3-tp8, 4096 tokens, fp8 blocks on an H200 is that of `oxmoe.testing.roofline`."""
     known = floors.TABLE["H200"]
     call = floors.Call(4096, 4096 * 8, 7168, 256, 256)
     floor = testing.roofline(
@@ -35,33 +36,34 @@ def test_the_published_floor_is_still_the_ideal_one() -> None:
 
 
 def test_own_floor_of_bytes() -> None:
-    """3 tokens x 2 experts, H 5, I 7, two experts with rows: each number that is moved, by hand."""
+    """With 3 tokens x 2 experts, H 5, I 7, and two experts with rows, each number that is moved is counted by hand."""
     call = floors.Call(3, 6, 5, 7, 2)
     x, row, between, weights = 3 * 5, 6 * 5, 6 * 7, 2 * 5 * 7
     plain = floors.floors(call, "bf16", 16.0, FAST)
     assert plain.ideal == pytest.approx(3 * weights * 2 + 2 * x * 2)
     gemm1, gemm2 = 2 * weights * 2 + x * 2 + between * 2, weights * 2 + between * 2 + row * 2
     assert plain.own == pytest.approx(gemm1 + gemm2 + row * 2 + x * 2)
-    # Rows of e4m3: x and what lies between the GEMMs are read and written again, in half as many bytes.
+    # Rows are e4m3: x and the rows between the GEMMs are read and written again, in half as many bytes.
     rounded = floors.floors(call, "fp8_tensor-token", 8.0, FAST)
     gemm1, gemm2 = 2 * weights + x + between * 2, weights + between + row * 2
     assert rounded.own == pytest.approx(x * 3 + gemm1 + between * 3 + gemm2 + row * 2 + x * 2)
     assert rounded.ideal == pytest.approx(3 * weights + 2 * x * 2)
-    # GEMM1's epilogue quantises: nothing is read again.
+    # GEMM1's epilogue quantises, so nothing is read again.
     blocks = floors.floors(call, "fp8_block", 8.0, FAST)
     gemm1, gemm2 = 2 * weights + (x + between) * 8.25 / 8, weights + between * 8.25 / 8 + row * 2
     assert blocks.own == pytest.approx(x * (2 + 8.25 / 8) + gemm1 + gemm2 + row * 2 + x * 2)
 
 
 def test_own_floor_of_packed_weights() -> None:
-    """The packed form of int4 with zero points has more bits than the checkpoint's; the ideal floor has those."""
+    """The packed form of int4 with zero points has more bits than the checkpoint's; the ideal floor has the
+    checkpoint's bits."""
     call = floors.Call(1, 1, 64, 64, 1)
     narrow, wide = (floors.floors(call, name, 4.1875, FAST) for name in ("int4", "int4-zeros"))
     assert narrow.ideal == wide.ideal and wide.own - narrow.own == pytest.approx(3 * 64 * 64 * (4.75 - 4.1875) / 8)
 
 
 def test_a_step_is_as_long_as_its_bytes_or_its_flops() -> None:
-    """Products of bf16 take longer than the bytes here, those of e4m3 do not."""
+    """Products of bf16 take longer than the bytes here, and those of e4m3 do not."""
     call = floors.Call(100, 200, 4, 4, 2, combined=False)
     bf16 = floors.floors(call, "bf16", 16.0, SLOW)
     assert bf16.ideal == pytest.approx(200 * 3 * 4 * 4)
@@ -86,7 +88,7 @@ def test_every_format_of_the_bench_names_its_algorithm() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A stand-in GPU whose calls take the milliseconds of `ms`, by the name of the torch function."""
+    """Makes a stand-in GPU whose calls take the milliseconds of `ms`, by the name of the torch function."""
     made = SimpleNamespace(name="NVIDIA H100 80GB HBM3", capability=(9, 0), now=0.0, ms={}, called=[])
 
     class Event:
@@ -150,7 +152,7 @@ def test_a_gpu_of_the_table_is_not_measured(gpu: SimpleNamespace) -> None:
 def test_both_floors_in_table_and_rows(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run with a stand-in for the ceilings: 2 of 4 experts chosen by each of 9 tokens."""
+    """A run has a stand-in for the ceilings: each of 9 tokens chooses 2 of 4 experts."""
     monkeypatch.setitem(layers.SHAPES, "small", layers.Shape(4, 2, 128, 128))
     monkeypatch.setitem(masked.LAYERS, "few", masked.Layer(4, 2, 2, 128, 128))
     monkeypatch.setattr(floors, "ceilings", lambda device: SLOW)

@@ -1,4 +1,4 @@
-"""What the bench makes of times and results: medians, microseconds of one layer, the best peer, its own bars.
+"""Numbers that the bench makes of times and results: medians, microseconds of one layer, the best peer, its own bars.
 
 The clocks are stand-ins with times that are written down, so these tests need no GPU.
 """
@@ -24,7 +24,7 @@ MEDIAN = 3.0
 
 
 class FakeClock:
-    """perf_counter, which a call moves on."""
+    """A perf_counter that a call moves on."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -45,7 +45,7 @@ class FakeClock:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Stand-ins for CUDA graphs and events; the list that is returned says how many milliseconds events are apart."""
+    """Stubs CUDA graphs and events; the returned list says how many milliseconds events are apart."""
     apart: list[float] = []
 
     class Event:
@@ -127,7 +127,7 @@ def test_wall_time_is_the_median_after_two_calls(monkeypatch: pytest.MonkeyPatch
     clock = FakeClock()
     monkeypatch.setattr(timing, "time", clock)
     assert timing.wall_time_us(clock.call([500.0, 500.0, *TIMES]), seconds=0.0) == pytest.approx(MEDIAN, rel=1e-6)
-    # Longer than five calls where there is time.
+    # There are more than five calls if there is time.
     many = timing.wall_time_us(clock.call([500.0, 500.0, *TIMES, *[9.0] * 100]), seconds=600e-6)
     assert many == pytest.approx(9.0, rel=1e-6)
 
@@ -219,7 +219,7 @@ def test_the_best_peer_of_rows_in_order(
 
 
 def close(truth: torch.Tensor, format_name: str, norm: float, rng: torch.Generator) -> torch.Tensor:
-    """truth with an error of this relative norm."""
+    """Returns truth with an error of this relative norm."""
     noise = torch.randn(truth.shape, generator=rng)
     return (truth.float() + noise * (norm * truth.float().norm() / noise.norm())).to(truth.dtype)
 
@@ -229,7 +229,7 @@ def truth(rng: torch.Generator) -> torch.Tensor:
     return torch.randn((64, 256), generator=rng).bfloat16()
 
 
-# Relative norms that a format's own result may have, and that it may not.
+# Relative norms that a format's own result may have, and those that it may not have.
 @pytest.mark.parametrize(
     ("format_name", "right", "wrong"),
     [

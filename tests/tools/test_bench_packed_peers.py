@@ -1,8 +1,8 @@
-"""Humming, Marlin and SGLang's Triton against stand-ins of their packages: what they are handed, and that a layer comes
-of it.
+"""Humming, Marlin and SGLang's Triton against stand-ins of their packages: the operands that they get, and that a layer
+comes of it.
 
-The stand-ins compute in plain torch what the real functions are defined to, on the layouts that those take, and refuse
-what they do not take.
+The stand-ins compute in plain torch what the real functions are defined to, on the layouts that those take. They refuse
+operands that those do not take.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SHAPES = {
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """fp32 numbers [..., K] of pairs of codes as bytes [..., K / 2]."""
+    """Returns fp32 numbers [..., K] of pairs of codes as bytes [..., K / 2]."""
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     table = torch.cat((table, -table))
     return torch.stack((table[(codes & 15).long()], table[(codes >> 4).long()]), -1).flatten(-2)
 
 
 def words_to_nibbles(words: Tensor) -> Tensor:
-    """fp32 [..., K] of int32 words [..., K / 8], the first number in the low bits."""
+    """Returns fp32 [..., K] of int32 words [..., K / 8], the first number in the low bits."""
     return ((words[..., None] >> torch.arange(0, 32, 4)) & 15).flatten(-2).float()
 
 
@@ -54,7 +54,7 @@ def e8m0(scales: Tensor) -> Tensor:
 
 
 class Schema:
-    """Of a checkpoint: its config, and the dequantised weights."""
+    """The schema of a checkpoint: its config, and the dequantised weights."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
@@ -97,7 +97,7 @@ class Schema:
 
 
 def c_expression(text: str, a: Tensor, b: Tensor) -> Tensor:
-    """What a line of C makes of the gate and of up."""
+    """Returns the value of a line of C for the gate and up."""
     functions = {
         "fminf": lambda x, y: x.clamp(max=y),
         "fmaxf": lambda x, y: x.clamp(min=y),
@@ -223,7 +223,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def humming_stand_in(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> list[str]:
-    """The kinds of GEMMs that were compiled ahead."""
+    """Returns the kinds of GEMMs that were compiled ahead."""
     compiled: list[str] = []
     heuristics = {"get_heuristics_config": lambda meta, shape_m, gemm_type: {"block_shape": [4, 64, 64]}}
     module(monkeypatch, "humming")
@@ -297,7 +297,7 @@ def test_zero_points_in_words(rng: torch.Generator) -> None:
 
 
 def test_variants_of_a_layer() -> None:
-    """SGLang's padding, and a narrower one only where SGLang's pads and the narrower one does not."""
+    """The variants are SGLang's padding, and a narrower one only if SGLang's pads and the narrower one does not."""
     names = [str(variant) for variant in humming.variants(layers.Shape(32, 4, 2880, 2880), 4096)]
     assert names[0] == "indexed, weights padded to 256 x 128" and names[-1].startswith("contiguous")
     assert [str(each) for each in humming.variants(layers.SHAPES["kimi-k2-tp8"], 64)] == names[:1]
@@ -305,7 +305,7 @@ def test_variants_of_a_layer() -> None:
 
 
 def test_the_triton_kernels_around_humming(tmp_path: Path) -> None:
-    """The real ones, in Triton's interpreter: slots of experts in blocks, and a weighted sum."""
+    """The real kernels run in Triton's interpreter: slots of experts in blocks, and a weighted sum."""
     pytest.importorskip("triton")
     code = """
 import torch
@@ -379,7 +379,7 @@ print("fine")
 
 
 def split_halves(tensor: Tensor) -> Tensor:
-    """Interleaved rows as SGLang's deinterleave_moe_mxfp4_w13_for_marlin orders them."""
+    """Returns interleaved rows as SGLang's deinterleave_moe_mxfp4_w13_for_marlin orders them."""
     return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1)
 
 
@@ -463,7 +463,7 @@ def fused_marlin_moe(
 
 @pytest.fixture
 def marlin_stand_in(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> list[tuple[Any, ...]]:
-    """The modules of GEMMs that were compiled ahead."""
+    """Returns the modules of GEMMs that were compiled ahead."""
     compiled: list[tuple[Any, ...]] = []
     quantization = "sglang.srt.layers.quantization"
     module(
@@ -518,7 +518,7 @@ def test_marlin_beside_the_routed_layer(
     assert "skipped marlin: has no int4-zeros weights" in said
     assert "computes something else" not in said and "failed" not in said and "does not start" not in said
     assert len([row for row in rows_of(path) if row["backend"] == "marlin"]) == 3 * 3 * 2
-    # Both GEMMs' modules, with and without biases.
+    # The modules are those of both GEMMs, with and without biases.
     assert {(kind[2], kind[4]) for kind in marlin_stand_in} == {(bias, zero) for bias in (0, 1) for zero in (0, 1)}
     assert __main__.main(["bench", "--shapes", "odd", *arguments[3:], "--format", "int4"]) == 0
     assert "NotImplementedError: SGLang refuses hidden size 64 with 128 a rank" in capsys.readouterr().out
@@ -526,7 +526,7 @@ def test_marlin_beside_the_routed_layer(
 
 @pytest.mark.parametrize("format_name", ["int4", "int4-zeros"])
 def test_int4_that_sglang_is_handed(format_name: str) -> None:
-    """Scales of groups as they are, and zero points two rows a byte."""
+    """Scales of groups stay as they are, and zero points come two rows a byte."""
     (weights,) = layers.weights_of(format_name, layers.Shape(3, 2, 256, 128), "cpu", 1)
     options = SglangTriton._scales(weights)
     group = 32 if format_name == "int4" else 128

@@ -1,4 +1,5 @@
-"""Peers of the fp8 benches against stand-ins of their packages: what they are handed and how results are put together.
+"""Peers of the fp8 benches against stand-ins of their packages: the operands that they get, and how results are put
+together.
 
 The stand-ins compute in plain torch what DeepGEMM's, SGLang's and flashinfer's functions are defined to, and refuse
 operands that the real ones do not take.
@@ -29,14 +30,15 @@ SHAPE = layers.Shape(6, 2, 256, 128)
 
 
 def dequantised(pair: tuple[Tensor, Tensor], rows: int) -> Tensor:
-    """fp32 of codes [..., R, K] with a scale for each rows x 128."""
+    """Returns fp32 of codes [..., R, K] with a scale for each rows x 128."""
     codes, scales = pair
     spread = scales.repeat_interleave(128, -1)
     return codes.float() * (spread if rows == 1 else spread.repeat_interleave(rows, -2))
 
 
 def check_tokens(pair: tuple[Tensor, Tensor]) -> None:
-    """Scales as the GEMM reads them, so that no kernel moves them: rows next to each other, columns 16-byte aligned."""
+    """Checks that scales lie as the GEMM reads them, so that no kernel moves them: rows side by side, columns 16-byte
+    aligned."""
     codes, scales = pair
     assert codes.dtype == torch.float8_e4m3fn and codes.is_contiguous() and scales.dtype == torch.float32
     rows = -(-codes.shape[-2] // 4) * 4
@@ -86,7 +88,8 @@ def cutlass_fused_moe(
     swiglu_beta: Tensor | None = None,
     swiglu_limit: Tensor | None = None,
 ) -> list[Tensor]:
-    """Rows of fc1 are [up; gate]; rows are quantised, and both GEMMs and the activation round to bf16."""
+    """Computes the layer. Rows of fc1 are [up; gate]; rows are quantised, and both GEMMs and the activation round to
+    bf16."""
     assert use_deepseek_fp8_block_scale and input.dtype == output_dtype == output.dtype == torch.bfloat16
     assert token_selected_experts.dtype == torch.int32 and token_final_scales.dtype == torch.float32
     tensors = (input, token_selected_experts, token_final_scales, fc1_expert_weights, fc2_expert_weights, output)
@@ -118,7 +121,7 @@ def cutlass_fused_moe(
 
 @pytest.fixture
 def flashinfer(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether the autotuner was asked to tune, call by call."""
+    """Returns whether the autotuner was asked to tune, call by call."""
     tuned: list[bool] = []
 
     def autotune(tune: bool) -> contextlib.AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What a row of a result file says: the median of several runs with their spread, and where they were taken."""
+"""Contents of a row of a result file: the median of several runs with their spread, and where they were taken."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_time_is_its_median() -> None:
 
 
 def test_wall_clock_keeps_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs of 7, 1, 5, 2 and 3 us: the median is 3, which is neither the first, the least nor the mean."""
+    """Runs take 7, 1, 5, 2 and 3 us: the median is 3, which is neither the first, the least nor the mean."""
     readings = iter([0.0, *(t for start, us in enumerate((7, 1, 5, 2, 3)) for t in (start, start + us * 1e-6)), 9.0])
     monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
     times = timing.wall_time_us(lambda: None, seconds=0.0)
@@ -159,7 +159,7 @@ def test_time_of_a_graph_is_divided_by_its_layers(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_slowest_rank_counts() -> None:
-    """Its own median and spread, not those of the others' runs, and not the single slowest run."""
+    """The row has the slowest rank's own median and spread, not those of other runs, and not the single slowest run."""
     times = allreduce.slowest([[1.0, 2.0, 50.0], [4.0, 3.0, 5.0], [2.0, 2.0, 2.0]], CLOCKS)
     assert times == 4.0 and times.samples == (4.0, 3.0, 5.0) and times.clocks == CLOCKS
 
@@ -215,7 +215,8 @@ def test_recorded_results_are_still_read() -> None:
 
 
 def test_recorded_results_name_their_run() -> None:
-    """One file for each GPU and topic, or a topic on CPUs: a row's run, with its date, stands in one file only."""
+    """There is one file for each GPU and topic, or a topic on CPUs. A row's run, with its date, stands in one file
+    only."""
     runs: dict[str, str] = {}
     for path in sorted(RESULTS.iterdir()):
         assert re.fullmatch(r"(h\d00_[a-z0-9_]+|[a-z0-9]+_cpu)\.jsonl", path.name), path.name
@@ -249,7 +250,7 @@ def test_bar_in_ulps(format_name: str, rng: torch.Generator) -> None:
     truth = torch.randn(16, 256, generator=rng, device=rng.device).bfloat16()
     assert layers.error(truth.clone(), truth, format_name) is None
     ulps = testing.ulp(truth, torch.bfloat16)
-    # Every element four ulps off is more than the share that may be, one element far off is too far.
+    # Every element four ulps off is more than the allowed share; one element far off is too far.
     assert "beyond" in (layers.error((truth.double() + 4 * ulps).bfloat16(), truth, format_name) or "")
     far = truth.clone()
     far[0, 0] += 100 * testing.ulp(truth.abs().amax(), torch.bfloat16).bfloat16()
@@ -263,7 +264,8 @@ def test_bar_of_peers(rng: torch.Generator) -> None:
 
 
 class Library:
-    """libnvidia-ml as far as the bench asks it, with the answers of CLOCKS; `without` is not supported by the GPU."""
+    """The calls of libnvidia-ml that the bench makes, with the answers of CLOCKS; the GPU does not support
+    `without`."""
 
     def __init__(self, without: tuple[str, ...] = (), status: int = 0) -> None:
         self.without, self.status = without, status

@@ -1,10 +1,11 @@
-"""`python -m oxmoe check`: what it says of the models that people serve, and of input that says nothing."""
+"""`python -m oxmoe check`: its answers for the models that people serve, and for input that says nothing."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import json
+import os
 import re
 import struct
 import subprocess
@@ -18,7 +19,10 @@ import oxmoe
 from check_configs import (
     CHANNEL,
     FP8,
+    GPTQ,
     HYBRID,
+    INT4,
+    K3_MXFP4,
     MODELOPT,
     MODELOPT_FP8,
     NVFP4,
@@ -29,6 +33,7 @@ from check_configs import (
     deepseek_v4,
     glm_air,
     gpt_oss,
+    kimi_k3,
     mimo,
     minimax_m3,
     mixed,
@@ -51,7 +56,7 @@ def written(path: Path, config: Any) -> str:
 
 
 def check(folder: Path, capsys: pytest.CaptureFixture[str], config: Config, *arguments: str) -> dict[str, Any]:
-    """The answer as JSON; exit status and text agree with it."""
+    """Returns the answer as JSON; exit status and text agree with it."""
     path = written(folder / "config.json", config)
     given = [path, *RELEASE, *arguments]
     status = __main__.main(["check", *given, "--json"])
@@ -78,7 +83,9 @@ def test_served(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert {kind["format"] for kind in kinds} == {format_name}
     assert sum(kind["count"] for kind in kinds) == layers == len({n for kind in kinds for n in kind["layers"]})
     for kind in kinds:
-        assert kind["served"] and kind["taken_by"] == "moe=oxmoe"
+        assert kind["served"] and kind["taken_by"] == (
+            "moe=flashinfer_mxfp4" if name == "Kimi-K3-MXFP4" else "moe=oxmoe"
+        )
         assert kind["sizes"]["intermediate_per_rank"] == kind["sizes"]["intermediate"] // tp
         assert [row["tokens"] for row in kind["times"]] == [1, 64, 4096]
         assert all(0 < row["us"] == max(row["memory_us"], row["arithmetic_us"]) for row in kind["times"])
@@ -97,7 +104,7 @@ def test_expert_parallelism_makes_sizes_served(tmp_path: Path, capsys: pytest.Ca
     assert report["served"] and report["flags"] == ["--tp-size 8", "--ep-size 2"]
     (kind,) = moe(report)
     assert (kind["sizes"]["experts_per_rank"], kind["sizes"]["intermediate_per_rank"]) == (64, 384)
-    # Two of four bytes of gate, up and down, and a scale for 128 x 128 of them.
+    # Gate, up and down have a byte for each weight, and an fp32 scale for 128 x 128 of them.
     weights = 94 * 64 * 3 * 4096 * 384
     assert kind["bytes_per_rank"] == round(weights * (1 + 4 / 128**2))
 
@@ -127,7 +134,7 @@ def test_more_ranks_than_experts_of_a_token(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_oldest_release(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its NVFP4 layers are for Blackwell, and its dispatcher follows --moe-runner-backend."""
+    """The release's NVFP4 layers are for Blackwell, and its dispatcher follows --moe-runner-backend."""
     old = ["--sglang", "0.5.12.post1"]
     assert check(tmp_path, capsys, qwen3_30b(), *old)["flags"] == ["--quantization oxmoe"]
     assert not check(tmp_path, capsys, qwen3_30b(NVFP4), *old)["served"]
@@ -180,7 +187,7 @@ def test_dtypes(config: Config, flags: list[str], tmp_path: Path, capsys: pytest
 def test_layers_that_are_left_as_they_are(
     config: Config, plain: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the checkpoint's own list; such layers need no flag, as the checkpoint is quantised."""
+    """The checkpoint's own list names such layers; they need no flag, as the checkpoint is quantised."""
     report = check(tmp_path, capsys, config)
     assert report["served"] and report["flags"] == []
     by_format = {kind["format"]: kind["layers"] for kind in moe(report)}
@@ -207,7 +214,7 @@ def test_drafts_and_shared_experts(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def shard(path: Path, tensors: dict[str, str], header: bytes | None = None) -> None:
-    """A safetensors file with these dtypes and, as for a check, nothing in it."""
+    """Writes a safetensors file with these dtypes and no data, which a check does not read."""
     text = (
         header
         or json.dumps(
@@ -264,7 +271,8 @@ def test_deepseek_v4_by_its_tensors(
 
 
 def test_the_bytes_of_deepseek_v4(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Expert parallelism asks for no flag of its own, in no release; four bits a weight, and eight for 32 of them."""
+    """Expert parallelism needs no flag of its own in any release. A weight has four bits, and 32 weights share eight
+    more."""
     ranks = ["--tp", "8", "--ep", "4"]
     for version in ("0.5.12.post1", "0.5.23"):
         report = check(tmp_path, capsys, deepseek_v4(), "--sglang", version, *ranks)
@@ -305,9 +313,68 @@ def test_modelopt_beside_the_config(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert kind["served"] and kind["format"] == "NVFP4 of ModelOpt, bf16 activations"
     written(tmp_path / "hf_quant_config.json", {"quantization": {}})
     assert "is not known" in in_folder(tmp_path, capsys)["refused"][0]
-    # config.json's word goes before it, as in SGLang.
+    # config.json's word comes first, as in SGLang.
     written(tmp_path / "config.json", qwen3_30b(FP8))
     assert in_folder(tmp_path, capsys)["served"]
+
+
+def test_mxfp4_of_kimi_k3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its model leaves oxmoe one place: SGLang's runner flashinfer_mxfp4, on Hopper."""
+    report = check(tmp_path, capsys, kimi_k3(K3_MXFP4), "--tp", "8")
+    (kind,) = moe(report)
+    assert kind["taken_by"] == "moe=flashinfer_mxfp4" and "in memory twice" in kind["notes"][0]
+    sizes = kind["sizes"]
+    columns = -(-sizes["intermediate_per_rank"] // 128) * 128
+    weights = kind["count"] * sizes["experts_per_rank"] * 3 * sizes["hidden"] * columns
+    assert kind["bytes_per_rank"] == 2 * weights * (4 + 8 / 32) / 8
+    for options in (["--sglang", "0.5.18"], ["--gpu", "sm_100"]):
+        report = check(tmp_path, capsys, kimi_k3(K3_MXFP4), "--tp", "8", *options)
+        assert "takes over their runner flashinfer_mxfp4, on sm_90 from SGLang 0.5.19 on" in report["refused"][0]
+    plain = kimi_k3(K3_MXFP4)
+    plain["text_config"]["activation_situ_linear_beta"] = None
+    assert "no SiTU without a bound of up" in check(tmp_path, capsys, plain, "--tp", "8")["refused"][0]
+
+
+W4AFP8_FILE = {"quantization": {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}}
+
+
+def test_w4afp8_beside_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As DeepSeek-R1-W4AFP8 says it: a mixture that names no layers, which SGLang takes for W4AFP8 as it is."""
+    written(tmp_path / "config.json", deepseek_v3(None))
+    written(tmp_path / "hf_quant_config.json", W4AFP8_FILE)
+    for version in ("0.5.12.post1", "0.5.23"):
+        report = in_folder(tmp_path, capsys, "--tp", "8", "--sglang", version)
+        (kind,) = moe(report)
+        assert (
+            report["served"]
+            and kind["format"].startswith("int4 of W4AFP8, groups of 128")
+            and report["flags"][1:] == []
+        )
+        assert "SGLang takes it for W4AFP8. Name the folder with its safetensors" in report["notes"][0]
+    excluded = {"quantization": {**W4AFP8_FILE["quantization"], "exclude_modules": ["model.layers.3*"]}}
+    written(tmp_path / "hf_quant_config.json", excluded)
+    assert len(moe(in_folder(tmp_path, capsys, "--tp", "8"))) == 1, "of which SGLang's W4AFP8 excludes nothing"
+    shard(tmp_path / "model.safetensors", {"model.layers.3.mlp.experts.0.up_proj.weight": "I8"})
+    report = in_folder(tmp_path, capsys, "--tp", "8")
+    assert report["served"] and report["notes"] == []
+    shard(tmp_path / "model.safetensors", {"model.layers.3.mlp.experts.0.up_proj.weight": "F8_E4M3"})
+    assert "F8_E4M3: the format is not known" in in_folder(tmp_path, capsys, "--tp", "8")["refused"][0]
+
+
+def test_a_mixture_of_nemotron_that_names_no_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0.5.12.post1 takes each mixture of this model for ModelOpt's, and refuses one without layers."""
+    written(tmp_path / "config.json", nemotron(None, moe_intermediate_size=2688))
+    written(tmp_path / "hf_quant_config.json", W4AFP8_FILE)
+    report = in_folder(tmp_path, capsys, "--sglang", "0.5.12.post1")
+    assert report["refused"] == ["MIXED_PRECISION without quantized_layers: SGLang refuses it"]
+
+
+def test_w4afp8_on_older_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = check(tmp_path, capsys, deepseek_v3({"quant_method": "w4afp8"}), "--tp", "8", "--gpu", "sm_89")
+    assert report["refused"] == ["SGLang serves W4AFP8 from sm_90 on, not on sm_89"]
+    written(tmp_path / "config.json", deepseek_v3(None))
+    written(tmp_path / "hf_quant_config.json", W4AFP8_FILE)
+    assert in_folder(tmp_path, capsys, "--tp", "8", "--gpu", "sm_89")["refused"] == report["refused"]
 
 
 MIXED = nemotron(mixed(backbone_layers_1="NVFP4", backbone_layers_4="FP8"), moe_intermediate_size=2688)
@@ -335,7 +402,7 @@ def test_modelopt_in_older_releases(case: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Layers by their own quant_algo, and those without one."""
+    """The layers have their own quant_algo, or none."""
     report = check(tmp_path, capsys, MIXED)
     kinds = {kind["format"]: kind["layers"] for kind in report["kinds"] if kind["kind"] == "moe"}
     names = ["NVFP4 of ModelOpt, bf16 activations", "fp8, a scale a matrix, static activations", "bf16"]
@@ -359,12 +426,24 @@ def test_modelopt_on_other_gpus(
 
 
 def test_the_largest_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A size that a config may have, but no kernel, is refused and no overflow."""
+    """A size that a config may have, but no kernel, is refused without an overflow."""
     most = 1 << 24
     for name in ("num_experts", "moe_intermediate_size", "hidden_size", "num_experts_per_tok"):
         check(tmp_path, capsys, qwen3_30b() | {name: most})
     everything = dict.fromkeys(("num_experts", "moe_intermediate_size", "hidden_size"), most)
     assert not check(tmp_path, capsys, qwen3_30b() | everything)["served"]
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor-token", "mxfp8", "mxfp4", "nvfp4", "int4"])
+def test_plans_of_the_largest_sizes(format_name: str) -> None:
+    """Counts of a plan stay at the most that 32 bits hold. A debug build ends a sum or a product that wraps."""
+    most = 1 << 24
+    for arch in ("sm_80", "sm_90", "sm_120", "cpu"):
+        for sizes in [(1024, 8, most, most), (1024, 1, 4096, most), (8, 1, most, 4096)]:
+            plan = oxmoe.explain(*sizes, most, format=format_name, arch=arch)
+            grids = [int(grid) for grid in re.findall(r"^launch .*: (\d+) CTAs", plan, re.MULTILINE)]
+            # A product that wraps is a grid without CTAs here, or an error in a debug build.
+            assert arch == "cpu" or (len(grids) > 2 and min(grids) > 0), plan
 
 
 def without(name: str) -> Config:
@@ -392,6 +471,8 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
     "a fraction": (qwen3_30b() | {"hidden_size": 2048.5}, "expected a whole number"),
     "a huge size": (qwen3_30b() | {"hidden_size": HUGE}, "expected a whole number"),
     "limits as text": (step() | {"swiglu_limits": ["7"] * 48}, "swiglu_limits: expected a list of number"),
+    "a huge limit": (step() | {"swiglu_limits": [HUGE] * 48}, "swiglu_limits: expected numbers, got 1000"),
+    "no limit but infinity": (step() | {"swiglu_limits": [float("inf")] * 48}, "swiglu_limits: expected numbers"),
     "huge layers": (qwen3_30b() | {"num_hidden_layers": 10**7}, "expected up to 4096"),
     "quantisation as text": (qwen3_30b() | {"quantization_config": "fp8"}, "quantization_config: expected an object"),
     "method as number": (qwen3_30b({"quant_method": 8}), "quant_method: expected text"),
@@ -414,7 +495,7 @@ UNREADABLE: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_unreadable(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One line on standard error, nothing on standard output, status 2."""
+    """The command prints one line on standard error and nothing on standard output, and its status is 2."""
     config, message = UNREADABLE[name]
     text = config if isinstance(config, str) else json.dumps(config)
     assert __main__.main(["check", written(tmp_path / "config.json", text)]) == 2
@@ -445,7 +526,7 @@ JUNK: list[Any] = [
 
 
 def places(config: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to every value of a JSON object."""
+    """Returns the way to every value of a JSON object."""
     items = config.items() if isinstance(config, dict) else enumerate(config[:3]) if isinstance(config, list) else ()
     return [found for key, value in items for found in ((*prefix, key), *places(value, (*prefix, key)))]
 
@@ -456,7 +537,7 @@ VARIED += ["Nemotron-3-Nano", "ERNIE-4.5", "Laguna", "Llama-4-Scout", "LongCat-F
 
 @pytest.mark.parametrize("name", VARIED)
 def test_any_value_in_any_place(name: str) -> None:
-    """One answer or one Unreadable, whatever a field holds."""
+    """Whatever a field holds, there is one answer or one Unreadable."""
     config, tp, *_ = SERVED[name]
     for *way, last in places(config):
         for junk in JUNK:
@@ -486,6 +567,123 @@ def test_a_header_longer_than_its_file(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + b"{}")
     assert __main__.main(["check", str(tmp_path)]) == 2
     assert "no safetensors file" in capsys.readouterr().err
+
+
+def with_header(folder: Path, header: dict[str, Any]) -> list[str]:
+    written(folder / "config.json", qwen3_30b())
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    return ["check", str(folder), *RELEASE]
+
+
+def test_a_layer_of_5000_digits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"model.layers.{'9' * 5000}.mlp.experts.0.gate_proj.weight"
+    assert __main__.main(with_header(tmp_path, {name: {"dtype": "BF16"}})) == 0
+    assert "served by SGLang" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", ["config.json", "hf_quant_config.json", "model.safetensors"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_no_file(place: str, kind: str, tmp_path: Path) -> None:
+    """A pipe without a writer waits, and a device has no end."""
+    if place != "config.json":
+        written(tmp_path / "config.json", qwen3_30b())
+    if kind == "pipe":
+        os.mkfifo(tmp_path / place)
+    else:
+        (tmp_path / place).symlink_to("/dev/zero")
+    code = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30)); from oxmoe import __main__; "
+    code += f"raise SystemExit(__main__.main(['check', {str(tmp_path)!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
+    assert place in done.stderr and done.stderr.endswith(": expected a regular file\n")
+
+
+PATTERN = "(([a-z0-9._]+)+)+!"
+GROUP = INT4["config_groups"]["group_0"]
+ENDLESS: dict[str, Config] = {
+    "ignore": {**INT4, "ignore": [f"re:{PATTERN}"]},
+    "targets": {**INT4, "config_groups": {"g": {**GROUP, "targets": [f"re:{PATTERN}"]}}},
+    "dynamic": {**GPTQ, "dynamic": {f"-:{PATTERN}": {}}},
+}
+
+
+@pytest.mark.parametrize("name", [*ENDLESS, "tensor"])
+def test_patterns_without_end(name: str, tmp_path: Path) -> None:
+    """A regular expression of a config, or a name in a header, that would take years ends with one line."""
+    if name == "tensor":
+        with_header(tmp_path, {".1" * 200_000: {"dtype": "BF16"}})
+    else:
+        written(tmp_path / "config.json", qwen3_30b(ENDLESS[name]))
+    code = "import sys; from oxmoe import __main__; from oxmoe.tools.check import checkpoint; "
+    code += "checkpoint.MOST_SECONDS = 1; raise SystemExit(__main__.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "check", str(tmp_path), *RELEASE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
+    assert done.stderr.endswith(": its names and patterns took more than 1 seconds\n")
+
+
+@pytest.mark.parametrize("words", ["\x1b[2J", "a\n  start: sh", "\ud800", "\u202e", "\r"])
+def test_words_that_steer_a_terminal(words: str, tmp_path: Path) -> None:
+    """Architecture, method and dtype are the file's words: they are printed as they would be in Python's source."""
+    configs = [{"architectures": [words]}, qwen3_30b({"quant_method": words})]
+    commands = []
+    for i, config in enumerate(configs):
+        commands.append(["check", written(tmp_path / f"{i}.json", config), *RELEASE])
+    commands.append(with_header(tmp_path, {"model.layers.1.mlp.experts.0.gate_proj.weight": {"dtype": words}}))
+    for command in commands:
+        done = subprocess.run([sys.executable, "-m", "oxmoe", *command], capture_output=True, timeout=60)
+        text = (done.stdout + done.stderr).decode()
+        assert done.returncode == 1 and "NOT SERVED" in text, text
+        assert all(letter.isprintable() for letter in text.replace("\n", "")) and "\n  start" not in text, text
+
+
+WRONG_PATTERNS = ["(", "(" * 5000 + ")" * 5000, "a{99999999999999999999}", "(?<=a+)b", "[[\\", "*("]
+
+
+@pytest.mark.parametrize("pattern", WRONG_PATTERNS, ids=range(len(WRONG_PATTERNS)))
+@pytest.mark.parametrize("place", [*ENDLESS, "modelopt"])
+def test_patterns_that_are_none(place: str, pattern: str, tmp_path: Path) -> None:
+    """One reason, and nothing else: neither a traceback nor a warning about a line of this program."""
+    if place == "modelopt":
+        quantization: Config = {**MODELOPT_FP8, "ignore": [pattern]}
+    else:
+        quantization = json.loads(json.dumps(ENDLESS[place]).replace(PATTERN, json.dumps(pattern)[1:-1]))
+    path = written(tmp_path / "config.json", qwen3_30b(quantization))
+    done = subprocess.run([sys.executable, "-m", "oxmoe", "check", path, *RELEASE], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr == "", done.stderr[-500:]
+    assert "no regular expression that can be used" in done.stdout and done.stdout.count("\n") == 2, done.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_words_that_an_output_has_no_letters_for(encoding: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "config.json", {"architectures": ["Modèle\u2603"]})
+    command = [sys.executable, "-m", "oxmoe", "check", path, *RELEASE]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=60)
+    assert done.returncode == 1 and done.stderr == b"" and b"NOT SERVED" in done.stdout, done.stderr
+    assert done.stdout.decode(encoding).startswith("Mod")
+
+
+def test_words_of_a_megabyte(tmp_path: Path) -> None:
+    """They are cut, in the first line and in a reason."""
+    for config in ({"architectures": ["x" * (1 << 20)]}, qwen3_30b({"quant_method": "y" * (1 << 20)})):
+        path = written(tmp_path / "config.json", config)
+        command = [sys.executable, "-m", "oxmoe", "check", path, *RELEASE]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and "NOT SERVED" in done.stdout and len(done.stdout) < 6000
+
+
+def test_values_too_deep_to_show() -> None:
+    """A value that JSON's reader took, a few calls above the depth at which repr ends."""
+    value: list[Any] = []
+    for _ in range(10**5):
+        value = [value]
+    fields = Fields({"hidden_size": value}, "config.json")
+    with pytest.raises(Unreadable, match=r"hidden_size: expected a whole number .* got list of great depth"):
+        fields.whole("hidden_size")
+    while value:
+        value = value.pop()
 
 
 def test_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -519,7 +717,7 @@ assert not any(name.startswith(("torch.", "sglang.")) for name in sys.modules)
 
 @pytest.mark.parametrize("format_name", ["bf16", "fp8_block", "fp8_tensor-token", "mxfp8", "mxfp4", "nvfp4", "int4"])
 def test_sizes_are_those_that_have_kernels(format_name: str) -> None:
-    """The rule of `formats.check_sizes`, which refuses a layer early, is that of the kernels."""
+    """`formats.check_sizes`, which refuses a layer early, has the rule of the kernels."""
     name = format_name.removesuffix("-token")
     for hidden, intermediate in [(512, 512 + more) for more in range(1, 129)] + [(512 + more, 512) for more in (8, 96)]:
         try:

@@ -1,4 +1,4 @@
-"""`python -m oxmoe bench` and `python -m oxmoe doctor`: what they print, write and return."""
+"""`python -m oxmoe bench` and `python -m oxmoe doctor`: their output, files and exit status."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_distance_of_every_format(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     lines = [line.split("|") for line in capsys.readouterr().out.splitlines()[2:]]
     errors = {(line[3].strip(), line[4].strip()): float(line[5]) for line in lines}
     assert {name for _, name in errors} == set(layers.FORMATS) and len(errors) == 2 * len(layers.FORMATS)
-    # Scales that are given were made for other numbers: they clip some.
+    # Given scales were made for other numbers, so they clip some.
     given = {"nvfp4-a4", "fp8_tensor-static"}
     assert all(0 < error < (2 if name in given else 0.15) for (_, name), error in errors.items()), errors
 
@@ -231,7 +231,8 @@ def test_weights_in_flashinfers_order() -> None:
 
 @pytest.mark.parametrize("shape", [GPT_OSS, CLAMPED, SHAPE], ids=["gpt-oss", "clamped", "swiglu"])
 def test_operands_of_flashinfers_cutlass_moe(shape: layers.Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With our own functions of the same meaning in flashinfer's place: the same layer, padded from 96 to 128."""
+    """oxmoe's own functions of the same meaning stand in flashinfer's place: the layer is the same, padded from 96 to
+    128."""
     core = SimpleNamespace(
         interleave_moe_weights_for_sm90_mixed_gemm=lambda codes: oxmoe.quantize.interleave_sm90_mxfp4(
             codes, torch.zeros(*codes.shape[:2], codes.shape[2] // 16, dtype=torch.uint8), flashinfer="0.6"
@@ -288,7 +289,7 @@ def test_overhead(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("us a call") == 4
 
 
-# What runs on a CPU is run there; what is missing for a GPU, the GPU's run says.
+# Peers that run on a CPU run there; the GPU's run says what is missing for a GPU.
 PLACES = [(name, "cpu", ()) for name in PEERS if PEERS[name].missing("cpu") is None]
 PLACES += [(name, "cuda", pytest.mark.gpu) for name in PEERS]
 

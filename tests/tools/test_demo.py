@@ -40,7 +40,7 @@ def test_with_numpy_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_wrong_row_is_reported(
     wrong: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first, the fourth and the seventh of nine tokens are checked, not the first alone."""
+    """The first, the fourth and the seventh of nine tokens are checked, and not only the first."""
     right = demo.moe
 
     def call(*operands: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""benches/numerics.py: errors of small layers against what roundings cost, and docs/numerics.md against its rows."""
+"""benches/numerics.py: errors of small layers against the cost of roundings, and docs/numerics.md against its rows."""
 
 from __future__ import annotations
 
@@ -50,8 +50,9 @@ def drawn(rng: torch.Generator) -> list[Any]:
 
 
 def measured(name: str, inputs: list[Any]) -> Errors:
-    """The medians over the layers. In about one of 100 such layers with scales of activations for rows or groups, the
-    largest activation of a row rounds to its neighbour in bf16, and codes of the row move: a few percent of it."""
+    """Returns the medians over the layers. In about one of 100 such layers with scales of activations for rows or
+    groups, the largest activation of a row rounds to its neighbour in bf16. Codes of the row then move by a few percent
+    of it."""
     errors = [numerics.measure(name, layer) for layer in inputs]
     return {
         part: (statistics.median(of[part][0] for of in errors), statistics.median(of[part][1] for of in errors))
@@ -60,7 +61,7 @@ def measured(name: str, inputs: list[Any]) -> Errors:
 
 
 def is_of_two_roundings(error: float) -> bool:
-    """An error that is half or twice as large is refused with a wide margin."""
+    """Whether an error is that of two roundings. One that is half or twice as large is refused with a wide margin."""
     return bool(TWO_ROUNDINGS / 1.2 < error < TWO_ROUNDINGS * 1.2)
 
 
@@ -90,7 +91,7 @@ def test_f32_has_no_roundings(rng: torch.Generator) -> None:
 def test_other_arithmetic_is_seen(
     name: str, factor: float, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel whose error is half or twice as large: its noise is that of the roundings times the factor."""
+    """The kernel's error is half or twice as large: its noise is that of the roundings times the factor."""
     inputs, exact, moe = drawn(rng), numerics.exact, oxmoe.moe
     right = measured(name, inputs)["arithmetic"][0]
     results = []
@@ -112,7 +113,7 @@ def test_other_arithmetic_is_seen(
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block"])
 def test_a_wrong_weight_is_no_rounding(name: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that reads one expert's w2 too large by 2 % is not within the arithmetic's error."""
+    """A layer that reads one expert's w2 too large by 2 % is beyond the arithmetic's error."""
     of = numerics.FORMATS[name]
 
     def build(w13: Any, w2: Any, given: Any) -> Any:
@@ -131,7 +132,7 @@ def test_a_wrong_weight_is_no_rounding(name: str, rng: torch.Generator, monkeypa
 
 @pytest.mark.parametrize(("name", "least", "most"), [("bf16", 0.8, 1.2), ("fp8_block", 0.8, 1.2)])
 def test_weights_cost_what_their_step_says(name: str, least: float, most: float, rng: torch.Generator) -> None:
-    """Three matrices of independent roundings: gate, up and w2. e4m3 has 4 bits where bf16 has 8."""
+    """Three matrices have independent roundings: gate, up and w2. e4m3 has 4 bits, and bf16 has 8."""
     step = ROUNDING * (16 if name == "fp8_block" else 1)
     gate_up_down = math.sqrt(3)
     error = measured(name, drawn(rng))["weights"][0]
@@ -188,7 +189,7 @@ def test_recorded_arithmetic_is_that_of_two_roundings(row: dict[str, Any]) -> No
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints its seed, and appends rows that the tables are made of."""
+    """The command prints its seed, and appends rows that the tables are made of."""
     path = tmp_path / "rows.jsonl"
     monkeypatch.setattr(numerics, "Shape", lambda: SMALL)
     arguments = ["numerics.py", "--draws", "1", "--seed", "7", "--json", str(path), "--run", "small"]

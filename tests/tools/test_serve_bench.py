@@ -1,4 +1,4 @@
-"""benches/sglang/serve.py without a server: reading of streams, comparison of answers, what is wrong with a cell."""
+"""benches/sglang/serve.py without a server: it reads streams, compares answers, and judges cells."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_the_section_says_what_did_not_run(serve: ModuleType) -> None:
 def test_rounds_of_two_servers_alternate(
     serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
 ) -> None:
-    """With both up, rounds follow each other in turn; each load's numbers are those of all its rounds."""
+    """With both servers up, rounds follow each other in turn; each load's numbers are those of all its rounds."""
     timed: list[tuple[int, int]] = []
 
     class Server:
@@ -183,7 +183,7 @@ def test_rounds_of_two_servers_alternate(
         str(tmp_path / "work"),
     ]
     monkeypatch.setattr(sys, "argv", arguments + ["--together"] * together)
-    # No answer changes with the weights of these servers, which is wrong.
+    # The answers of these servers do not change with their weights, which is wrong.
     assert serve.main() == 1
     assert [port for port, _ in timed] == ([1, 2, 1, 2, 1, 2] if together else [1, 1, 1, 2, 2, 2])
     rows = {row["mode"]: row for row in map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines())}

@@ -38,7 +38,7 @@ def test_own_skip():
 def test_mxfp8_grouped_quantize_of_skips_txt():
     raise AssertionError
 """
-# The package that a checkout has beside its tests, which must not come before the stand-in.
+# The package that a checkout has beside its tests. It must not come before the stand-in.
 OWN_PACKAGE = "raise AssertionError('flashinfer itself was imported')"
 WRONG = "\n\ndef test_wrong():\n    assert mxfp8_quantize(torch.ones(1, 32, device='cuda'))[0].shape == (2, 32)\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from oxmoe.tools.bench import layers, masked, report
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on standard error."""
+    """Returns the one line on standard error."""
     with pytest.raises(SystemExit) as exit:
         __main__.main(arguments)
     out, err = capsys.readouterr()
@@ -144,13 +145,22 @@ def test_tables_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert f"--table: {path}, line 3: expected a JSON object with the fields of a measurement" in said
 
 
-# What is right
+# Right arguments
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         __main__.main(["--version"])
     assert capsys.readouterr().out == f"oxmoe {oxmoe.__version__}\n"
+
+
+@pytest.mark.parametrize("command", sorted(__main__.COMMANDS))
+def test_help_is_words(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse puts its own objects where a help has a single percent sign."""
+    with pytest.raises(SystemExit, match="0"):
+        __main__.main([command, "--help"])
+    text = capsys.readouterr().out
+    assert not re.search("[{'(]option_strings|<argparse|object at 0x", text), text
 
 
 def test_explain(capsys: pytest.CaptureFixture[str]) -> None:

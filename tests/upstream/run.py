@@ -3,10 +3,10 @@
 usage: run.py CHECKOUT [--on-cpu] [--out FOLDER] [--limit SECONDS] [FILE ...] [-- PYTEST_ARGUMENT ...]
 
 CHECKOUT is a clone of flashinfer; nothing of it is copied. Each file is a pytest process of its own. With FILE, only
-those of the list whose path contains it, in the order in which FILEs are given. --on-cpu: tensors are made on the CPU,
-where no file of the all-reduce runs. --limit ends a file after so many seconds, which counts as an error; what its
-tests had said until then is counted. FOLDER has for each file a log and a .tsv with a line for each test (outcome,
-id, reason), both written as the tests run.
+files of the list whose path contains it run, in the order in which FILEs are given. --on-cpu: tensors are made on the
+CPU, where no file of the all-reduce runs. --limit ends a file after this many seconds, which counts as an error;
+outcomes of its tests until then are counted. FOLDER has for each file a log and a .tsv with a line for each test
+(outcome, id, reason), both written as the tests run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-# Test files that are about calls of oxmoe's, and what pytest is told beside their paths. Files of a multi-rank launcher
-# get the number of processes.
+# Test files about calls that oxmoe has, and pytest's arguments beside their paths. Files of a multi-rank launcher get
+# the number of processes.
 FILES: dict[str, tuple[str, ...]] = {
     "tests/moe/test_trtllm_cutlass_fused_moe.py": (),
     "tests/moe/test_dpsk_fused_moe_fp8.py": (),
@@ -49,7 +49,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "tests/comm/test_allreduce_unified_api.py": ("ranks",),
     "tests/comm/test_allreduce_negative.py": ("ranks",),
 }
-# The order of the counts in what is printed.
+# The order of the counts in the output.
 KINDS = ("passed", "failed", "error", "not served", "its own skips", "expected")
 
 
@@ -57,19 +57,20 @@ def environment(checkout: Path) -> dict[str, str]:
     paths = [HERE / "stand_in", HERE, checkout]
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join([*map(str, paths), *([before] if before else [])])
-    # Options of a pytest around this one are not those of the checkout's.
+    # Options of a pytest around this one do not belong to the checkout's.
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return own | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def counted(results: Path) -> Counter[str]:
-    """How often each outcome stands in a file that upstream_plugin.py writes."""
+    """Returns how often each outcome stands in a file that upstream_plugin.py writes."""
     lines = results.read_text(errors="replace").splitlines() if results.exists() else []
     return Counter(line.partition("\t")[0] for line in lines)
 
 
 def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, limit: float | None) -> Counter[str]:
-    """Counts of one file; of one with ranks those of rank 0, and failures of any."""
+    """Returns the counts of one file. For a file with ranks these are the counts of rank 0, and failures of any
+    rank."""
     stem = out.resolve() / Path(file).stem
     command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-q", "-rfEs"]
     command += ["--import-mode=importlib", "--tb=short", f"--rootdir={checkout}", str(checkout / file), *arguments]
@@ -111,7 +112,8 @@ def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, 
 
 
 def chosen(parts: list[str]) -> list[str]:
-    """Files of the list whose path contains one of the parts, in the order of the parts; without parts all."""
+    """Returns files of the list whose path contains one of the parts, in the order of the parts; all files without
+    parts."""
     return list(dict.fromkeys(file for part in parts or [""] for file in FILES if part in file))
 
 

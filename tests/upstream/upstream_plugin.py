@@ -12,7 +12,8 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-# Tests whose calls are flashinfer's for Blackwell and oxmoe's for every device: they are told that they run on one.
+# Tests of calls that flashinfer has for Blackwell, and oxmoe for every device: they are told that they run on
+# Blackwell.
 ON_EVERY_DEVICE = (
     *("tests/utils/*", "tests/quantization/*", "tests/moe/test_dpsk_fused_moe_fp8.py*"),
     *("tests/moe/test_trtllm_gen_routed_fused_moe.py*", "tests/moe/test_trtllm_gen_fused_moe*"),
@@ -22,19 +23,19 @@ ON_EVERY_DEVICE = (
 
 
 def expected_skips() -> list[tuple[str, str]]:
-    """(pattern of test ids, reason) of every line of skips.txt."""
+    """Returns (pattern of test ids, reason) of every line of skips.txt."""
     lines = (line.strip() for line in (HERE / "skips.txt").read_text().splitlines())
     pairs = (line.partition(" | ") for line in lines if line and not line.startswith("#"))
     return [(pattern.strip(), reason.strip()) for pattern, _, reason in pairs]
 
 
 def matches(pattern: str, name: str) -> bool:
-    """`*` stands for any text; every other character for itself."""
+    """Whether the name matches: `*` stands for any text, every other character for itself."""
     return fnmatch.fnmatchcase(name, re.sub(r"([\[\]?])", r"[\1]", pattern))
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Tensors that a test asks for on a GPU are made on the CPU."""
+    """Makes tensors on the CPU that a test asks for on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -137,7 +138,7 @@ class Results:
 
 
 def skip(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, str]:
-    """Outcome, id and reason of a test that was skipped."""
+    """Returns outcome, id and reason of a test that was skipped."""
     reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
     reason = reason.removeprefix("Skipped: ")
     named = reason.startswith(("expected: ", "not served: "))

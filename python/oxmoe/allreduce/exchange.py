@@ -130,7 +130,8 @@ class GroupLink:
         from datetime import timedelta
 
         try:
-            # Rounded up, as gloo counts whole milliseconds: a wait that runs out has reached `end`. 0 means for ever.
+            # The time is rounded up, because gloo counts whole milliseconds: a wait that runs out has reached `end`.
+            # 0 would mean for ever.
             left = max(math.ceil((end - time.monotonic()) * 1000), 0)
             work.wait(timedelta(milliseconds=left + 1))
         except RuntimeError as error:
@@ -185,7 +186,7 @@ class GroupLink:
         else:
             self._wait(0, self._receive(0, tensor), end)
         self.drain(end)
-        # Apart from the tags of creation and, in all likelihood, from everybody else's.
+        # This tag differs from the tags of creation and, in all likelihood, from everybody else's.
         self._tag = 0x10000 + int.from_bytes(bytes(tensor.tolist()), "little") % 0x3FFF0000
 
     def reserve(self, size: int) -> None:
@@ -222,7 +223,7 @@ class FunctionLink:
             try:
                 if current is not None and threading.current_thread() is not caller:
                     cuda.set_device(current)
-                # One more than are needed, of what may have no end.
+                # It takes one item more than needed: the result may have no end, and too many items must be noticed.
                 results.append(list(itertools.islice(self._exchange(data), self.size + 1)))
             except BaseException as error:
                 results.append(error)

@@ -40,7 +40,7 @@ class AllReduceFusionPattern(IntEnum):
 
 
 class QuantizationSFLayout(IntEnum):
-    """Where NVFP4's block scales lie, r = row, b = block of 16 values, B = hidden / 16 rounded up to 4.
+    """The layout of NVFP4's block scales; r = row, b = block of 16 values, B = hidden / 16 rounded up to 4.
 
     SWIZZLED_128x4: [rows / 128][B / 4][r % 32][r % 128 / 32][b % 4]; SWIZZLED_8x4: [rows / 8][B / 4][r % 8][b % 4],
     rows rounded up; LINEAR: [rows, hidden / 16]. Padding is written as 0.

@@ -6,6 +6,10 @@ connect. So a connection counts for nothing until three things hold. The credent
 process are those that the group told of a rank. Its message has the secret that only the group knows. That rank has
 not come before. Any other connection is closed, with all descriptors that it brought, and the wait goes on to its
 deadline.
+
+Closing what a stranger sent can take for ever: the last close of a TCP socket with SO_LINGER waits for that socket's
+peer, and a file of FUSE waits for its server. So a message's data is looked at before its descriptors are taken, and
+a thread without a deadline closes what is not taken.
 """
 
 from __future__ import annotations
@@ -18,11 +22,13 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
 
-# To a mailbox: the secret of its owner, the sender's rank. Exactly one descriptor comes with it.
+# A message to a mailbox: the secret of the mailbox's owner, and the sender's rank. Exactly one descriptor comes with
+# it.
 _MESSAGE = struct.Struct("<32sI")
 _TAKEN = b"\1"
 _CREDENTIALS = struct.Struct("iII")
@@ -30,12 +36,17 @@ _CARD = re.compile(
     r"oxmoe-mailbox-1 ([0-9a-f]{32}) ([0-9a-f]{64}) (0|[1-9][0-9]{0,9}) ([1-9][0-9]{0,9}) ([0-9]{1,19}) ([0-9]{1,19})"
 )
 _BACKLOG = 4096
-# Connections that one step accepts: between two steps this rank tries to reach its own peers.
+# Connections that one step accepts. It is bounded, because between two steps this rank tries to reach its own peers.
 _BATCH = 64
-# Connections with the right credentials that have sent nothing yet. One more closes the oldest; a rank comes again.
+# Connections with the right credentials that have sent nothing yet. One more closes the oldest; its rank connects
+# again.
 _SILENT = 64
-# More than a right message has: what is beyond it is noticed, and closed.
+# Descriptors that a message has room for. A right message has one, so further ones are noticed and closed.
 _DESCRIPTOR_ROOM = 8
+# Sockets that wait to be closed. With as many, a mailbox accepts no more, so that descriptors do not run out.
+_UNCLOSED = 256
+# Seconds that the end of a mailbox waits for closes, which take no time unless somebody makes them.
+_CLOSING = 0.5
 _RETRY = 0.002
 
 
@@ -68,7 +79,8 @@ def _namespace(kind: str) -> int:
 
 @dataclass(frozen=True)
 class Card:
-    """What ranks tell each other through their group: where a rank's mailbox is, and how to recognise the rank."""
+    """The text that ranks send each other through their group: where a rank's mailbox is, and how to recognise the
+    rank."""
 
     name: str
     secret: bytes = field(repr=False)
@@ -123,11 +135,48 @@ def _new_socket() -> socket.socket:
     return result
 
 
+class _Closer:
+    """Closes sockets in a thread of its own, one after the other. A close waits as long as a stranger wants it to."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[socket.socket] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def add(self, connection: socket.socket) -> None:
+        with self._changed:
+            self._waiting.append(connection)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True, name="oxmoe all-reduce closer")
+                self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        return len(self._waiting) >= _UNCLOSED
+
+    def finish(self, seconds: float) -> None:
+        """Waits for what was added, but not for longer than this."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                connection = self._waiting.popleft()
+            connection.close()
+            del connection
+
+
 class _Delivery:
     """This rank's descriptor on its way to one peer. The peer confirms when it has taken it."""
 
-    def __init__(self, peer: int, card: Card, message: bytes, descriptor: int) -> None:
+    def __init__(self, peer: int, card: Card, message: bytes, descriptor: int, closer: _Closer) -> None:
         self.peer, self._card, self._message, self._descriptor = peer, card, message, descriptor
+        self._closer = closer
         self._connection: socket.socket | None = None
         self._sent = self.done = False
         self._again = 0.0
@@ -167,19 +216,19 @@ class _Delivery:
                     f"process {self._card.pid} of user {self._card.uid}"
                 )
         except ConnectionRefusedError as failure:
-            connection.close()
+            self._closer.add(connection)
             raise RuntimeError(
                 f"rank {self.peer} cannot be reached over a Unix socket: ranks must share a host and its network "
                 "namespace"
             ) from failure
         except BaseException:
-            connection.close()
+            self._closer.add(connection)
             raise
         return connection
 
     def close(self) -> None:
         if self._connection is not None:
-            self._connection.close()
+            self._closer.add(self._connection)
         self._connection, self._sent = None, False
 
 
@@ -188,10 +237,11 @@ class Mailbox:
 
     def __init__(self) -> None:
         self.card = Card.new()
-        # What strangers did, for the error of a wait that ends.
+        # Number and last fault of strangers, for the error of a wait that ends.
         self.strangers = 0
         self.last_stranger = ""
         self._silent: deque[tuple[socket.socket, Credentials]] = deque()
+        self._closer = _Closer()
         self._listener = _new_socket()
         try:
             self._listener.bind(self.card.address)
@@ -203,7 +253,7 @@ class Mailbox:
     def swap(self, cards: list[Card], rank: int, descriptor: int, taken: dict[int, int], end: float) -> None:
         """Hands `descriptor` to every peer and adds theirs to `taken`, by rank. TimeoutError at `end`."""
         deliveries = [
-            _Delivery(peer, card, _MESSAGE.pack(card.secret, rank), descriptor)
+            _Delivery(peer, card, _MESSAGE.pack(card.secret, rank), descriptor, self._closer)
             for peer, card in enumerate(cards)
             if peer != rank
         ]
@@ -227,7 +277,8 @@ class Mailbox:
     def _wait(self, under_way: list[_Delivery], left: float) -> None:
         poll = select.poll()
         numbers = [delivery.fileno() for delivery in under_way]
-        for number in (self._listener.fileno(), *(silent.fileno() for silent, _ in self._silent), *numbers):
+        listener = None if self._closer.full else self._listener.fileno()
+        for number in (listener, *(silent.fileno() for silent, _ in self._silent), *numbers):
             if number is not None:
                 poll.register(number, select.POLLIN)
         poll.poll(min(left, _RETRY if None in numbers else 0.1) * 1000)
@@ -243,6 +294,8 @@ class Mailbox:
     def _listen(self, expected: dict[int, Card], taken: dict[int, int]) -> None:
         """Takes what has arrived, without waiting."""
         for _ in range(_BATCH):
+            if self._closer.full:
+                break
             try:
                 connection, _ = self._listener.accept()
             except BlockingIOError:
@@ -262,13 +315,20 @@ class Mailbox:
         self, connection: socket.socket, seen: Credentials, expected: dict[int, Card], taken: dict[int, int]
     ) -> None:
         try:
-            data, descriptors, whole = _receive(connection)
+            # Without its descriptors, which stay where they are.
+            data = connection.recv(_MESSAGE.size + 1, socket.MSG_PEEK)
         except BlockingIOError:
             return
         except ConnectionResetError:
-            data, descriptors, whole = b"", [], False
+            data = b""
         self._silent.remove((connection, seen))
-        fault, sender = self._judge(data, len(descriptors), whole, seen, expected)
+        fault, sender = self._judge(data, seen, expected)
+        descriptors: list[int] = []
+        if not fault:
+            # The secret is right, so a rank sent them.
+            descriptors, whole = _receive(connection)
+            if len(descriptors) != 1 or not whole:
+                fault = f"{len(descriptors)} descriptors in place of one"
         if fault:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -281,41 +341,38 @@ class Mailbox:
         except OSError:
             # The sender is gone; its descriptor is good.
             pass
-        connection.close()
+        self._closer.add(connection)
 
-    def _judge(
-        self, data: bytes, descriptors: int, whole: bool, seen: Credentials, expected: dict[int, Card]
-    ) -> tuple[str, int]:
+    def _judge(self, data: bytes, seen: Credentials, expected: dict[int, Card]) -> tuple[str, int]:
         """Returns (what is wrong with a message, or ""; the sender's rank)."""
-        if not whole or len(data) != _MESSAGE.size:
+        if len(data) != _MESSAGE.size:
             return "a message of the wrong size", 0
         secret, sender = _MESSAGE.unpack(data)
         if not hmac.compare_digest(secret, self.card.secret):
             return "a wrong secret", 0
-        if descriptors != 1:
-            return f"{descriptors} descriptors in place of one", 0
         if sender not in expected or not expected[sender].fits(seen, self.card):
             return f"a rank ({sender}) that it is not, or that has come before", 0
         return "", sender
 
     def _pass_over(self, connection: socket.socket, seen: Credentials, why: str) -> None:
-        connection.close()
+        self._closer.add(connection)
         self.strangers += 1
         self.last_stranger = f"{seen}: {why}"
 
     def close(self) -> None:
-        self._listener.close()
-        for connection, _ in self._silent:
-            connection.close()
+        # Connections that were not accepted are closed with the listener.
+        for connection in (self._listener, *(silent for silent, _ in self._silent)):
+            self._closer.add(connection)
         self._silent.clear()
+        self._closer.finish(_CLOSING)
 
 
-def _receive(connection: socket.socket) -> tuple[bytes, list[int], bool]:
-    """Returns (data, descriptors, whether both are complete). The descriptors now belong to this process."""
+def _receive(connection: socket.socket) -> tuple[list[int], bool]:
+    """Takes a message. Returns (its descriptors, whether they are all). They now belong to this process."""
     items = array.array("i")
     room = socket.CMSG_SPACE(_DESCRIPTOR_ROOM * items.itemsize)
-    data, ancillary, flags, _ = connection.recvmsg(_MESSAGE.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+    _, ancillary, flags, _ = connection.recvmsg(_MESSAGE.size, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             items.frombytes(content[: len(content) - len(content) % items.itemsize])
-    return data, list(items), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+    return list(items), not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)

@@ -8,7 +8,7 @@ from typing import Any
 
 from oxmoe.allreduce.mailbox import Card, Mailbox
 
-# Exchanges one line of text with the group; raises where some rank has failed, which it learns from `error`.
+# Exchanges one line of text with the group. It raises if some rank has failed; `error` is this rank's failure.
 Round = Callable[[Exception | None, str], list[str]]
 
 
@@ -28,7 +28,7 @@ def share(make: Callable[[], Any], exchange: Round, rank: int, end: float) -> An
             memory, box = make(), Mailbox()
         except Exception as failure:
             error = failure
-        # A name is known to peers only once its mailbox is there.
+        # Peers must learn a mailbox's name only after the mailbox exists.
         texts = exchange(error, "" if box is None else box.card.text())
         assert memory is not None and box is not None
         try:

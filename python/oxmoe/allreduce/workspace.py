@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from torch import dtype
     from torch.distributed import ProcessGroup
 
-# What ranks say to each other before the rows: kind, epoch, a word (the call's shape, or a workspace's capacity), text.
+# The message that ranks exchange before the rows: kind, epoch, a word (the call's shape, or a workspace's capacity),
+# text.
 _HEADER = struct.Struct("<4sIIQ200s")
 _HELLO, _CALL, _REFUSED, _GOODBYE = range(4)
 _MAGIC = b"oxar"
@@ -49,7 +50,7 @@ class _Header:
 
 
 class AllReduceFusionWorkspace:
-    """What the ranks of one group need to all-reduce together. Made by `create_allreduce_fusion_workspace`.
+    """The memory and state that one group needs to all-reduce. `create_allreduce_fusion_workspace` makes it.
 
     After a fault (a peer is late, gone or out of step) it stays failed, and every further call says so. Destroy it
     and make a new one, with a new group: gloo closes the connections of a group when a wait on it times out.
@@ -208,7 +209,7 @@ class AllReduceFusionWorkspace:
             raise self._failed(error, epoch, what) from error
 
     def _failed(self, error: PeerLost, epoch: int, what: str) -> TimeoutError:
-        """Remembers a fault of the transport; a TimeoutError that names rank, peer, epoch and shape."""
+        """Remembers a fault of the transport, and returns a TimeoutError that names rank, peer, epoch and shape."""
         who = "a peer" if error.peer is None else f"peer {error.peer}"
         self._fault = f"rank {self.rank} waited for {who} in call {epoch} ({what}): {error}"
         return TimeoutError(f"all-reduce: {self._fault}")
@@ -384,7 +385,7 @@ def create_allreduce_fusion_workspace(
         raise
     name = _dtype_name(dtype)
     size = max_token_num * hidden_dim * _ITEM_BYTES[name]
-    # Room, and what the layout of GPU memory depends on.
+    # The capacity, and the flags that the layout of GPU memory depends on.
     word = size << 2 | (gpu is not None) << 1 | (force_oneshot_support and gpu is not None)
     text = f"[{max_token_num}, {hidden_dim}] of {name} on {'cpu' if gpu is None else 'cuda'}"
     if gpu is not None and force_oneshot_support:
@@ -429,7 +430,7 @@ def _rendezvous(link: Link, mine: _Header, end: float) -> list[_Header]:
     """Returns all ranks' headers of one step of making a workspace."""
     link.post(mine.pack())
     headers = [_Header.unpack(data) for data in link.headers(end, _HEADER.size, lambda data: False)]
-    # Before anything is raised: what was sent must have been taken.
+    # Everything that was sent must have been taken before an error is raised.
     link.drain(end)
     return headers
 

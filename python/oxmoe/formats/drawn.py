@@ -1,4 +1,4 @@
-"""Experts of random numbers, for benches and tests.
+"""Makes experts of random numbers, for benches and tests.
 
 Each format that has its own file here says how they are drawn, what numbers they are, and which `ExpertWeights` they
 make.
@@ -32,22 +32,22 @@ class Experts(ABC):
 
     @abstractmethod
     def weights(self, w2: Any, **options: Any) -> ExpertWeights:
-        """The layer whose w13 this is. `options`: those that every constructor of `ExpertWeights` has."""
+        """Returns the layer whose w13 this is. `options` are those that every constructor of `ExpertWeights` has."""
 
 
 @dataclass(frozen=True)
 class Format:
     """A format of experts with bf16 activations."""
 
-    bits: float  # of a weight, with its share of a scale
+    bits: float  # bits of a weight, with its share of a scale
     draw: Callable[
         [int, int, int, str], Experts
-    ]  # experts, rows, columns, device; products with rows of size one are so
+    ]  # arguments: experts, rows, columns, device; a product with rows of size one has size one
 
 
 @functools.cache
 def own_formats() -> dict[str, Format]:
-    """The formats by name. A file of `oxmoe.formats` lists its formats in DRAWN."""
+    """Returns the formats by name. A file of `oxmoe.formats` lists its formats in DRAWN."""
     names = sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
     modules = [importlib.import_module(f"oxmoe.formats.{name}") for name in names]
     return {name: own for module in modules for name, own in getattr(module, "DRAWN", {}).items()}

@@ -24,7 +24,7 @@ from oxmoe.operands import check_tensor
 __all__ = ["Matrix", "from_awq", "from_gptq", "from_marlin", "from_pack_quantized"]
 
 _WORD = 8  # codes of an int32
-_TILE_K, _TILE_N = 16, 64  # of Marlin's weights
+_TILE_K, _TILE_N = 16, 64  # columns and rows of a tile of Marlin's weights
 
 
 class Matrix(NamedTuple):
@@ -42,8 +42,8 @@ def from_pack_quantized(
     weight_g_idx: Tensor | None = None,
 ) -> Matrix:
     """compressed-tensors' "pack-quantized" with four bits: weight_packed int32 [..., N, K / 8], weight_scale
-    [..., N, G], of asymmetric weights weight_zero_point int32 [..., N / 8, G] (words of eight rows), and of a group's
-    activation order weight_g_idx [..., K].
+    [..., N, G]. Asymmetric weights have weight_zero_point int32 [..., N / 8, G] (words of eight rows). An activation
+    order of groups has weight_g_idx [..., K].
 
     Codes and scales are the given memory where that is contiguous. NotImplementedError for a
     weight_g_idx other than k // (K / G).
@@ -62,8 +62,8 @@ def from_pack_quantized(
 
 
 def from_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Matrix:
-    """AWQ's (version "gemm"): qweight int32 [..., K, N / 8], scales [..., G, N], qzeros int32 [..., G, N / 8]. A word
-    has the rows 0, 2, 4, 6, 1, 3, 5, 7 of its eight."""
+    """AWQ's weights (version "gemm"): qweight int32 [..., K, N / 8], scales [..., G, N], qzeros int32
+    [..., G, N / 8]. A word has the rows 0, 2, 4, 6, 1, 3, 5, 7 of its eight."""
     columns, words = _matrix("qweight", qweight, "K", "N / 8")
     rows = _WORD * words
     groups = _groups("scales", scales, qweight, (None, rows), columns)
@@ -81,8 +81,8 @@ def from_gptq(
     *,
     version: int = 1,
 ) -> Matrix:
-    """GPTQ's: qweight int32 [..., K / 8, N], scales [..., G, N], qzeros int32 [..., G, N / 8] (None: symmetric weights,
-    whose zero points are 8), g_idx [..., K].
+    """GPTQ's weights: qweight int32 [..., K / 8, N], scales [..., G, N], qzeros int32 [..., G, N / 8] (None: symmetric
+    weights, whose zero points are 8), g_idx [..., K].
 
     version: of the checkpoint_format, 1 ("gptq": qzeros are the zero points less 1, which are 1 to 16) or 2
     ("gptq_v2"). NotImplementedError for a g_idx other than k // (K / G), which desc_act makes.
@@ -107,9 +107,9 @@ def from_marlin(
     qzeros: Tensor | None = None,
     g_idx: Tensor | None = None,
 ) -> Matrix:
-    """Marlin's, as SGLang's layers hold them after loading: qweight int32 [..., K / 16, 2N] (gptq_marlin_repack,
-    awq_marlin_repack), scales [..., G, N] (marlin_permute_scales), qzeros int32 [..., G, N / 8] (marlin_zero_points;
-    None: 8 everywhere). K is a multiple of 16, N of 64.
+    """Marlin's weights, as SGLang's layers hold them after loading: qweight int32 [..., K / 16, 2N]
+    (gptq_marlin_repack, awq_marlin_repack), scales [..., G, N] (marlin_permute_scales), qzeros int32 [..., G, N / 8]
+    (marlin_zero_points; None: 8 everywhere). K is a multiple of 16, N of 64.
 
     NotImplementedError for a g_idx with elements: columns then are in another order than the tokens'.
     """
@@ -121,12 +121,12 @@ def from_marlin(
     if g_idx is not None and g_idx.numel():
         raise NotImplementedError("g_idx: columns in activation order (desc_act) are not served; supported: None")
     codes = _each(_marlin_codes, qweight, (rows, columns // 2))
-    single = groups == 1  # of a whole row
+    single = groups == 1  # one scale serves a whole row
     plain = _each(lambda part: _marlin_rows(part, single).t(), scales, (rows, groups), scales.dtype)
     zeros = None
     if qzeros is not None:
         _words("qzeros", qzeros, qweight, (groups, _words_of_rows("qzeros", rows)))
-        # The order of a group's scales, whatever the number of groups is.
+        # Zero points lie as the scales of groups do, even if there is one group.
         zeros = _each(lambda words: _marlin_rows(_awq_order(_nibbles(words)), False).t(), qzeros, (rows, groups))
     return Matrix(codes, plain, zeros)
 
@@ -135,7 +135,7 @@ def from_marlin(
 
 
 def _matrix(name: str, words: Any, *dimensions: str) -> tuple[int, int]:
-    """The last two sizes of a tensor of words."""
+    """Checks a tensor of words, and returns its last two sizes."""
     check_tensor(name, words)
     if words.ndim < 2:
         raise ValueError(f"{name}: expected [..., {', '.join(dimensions)}], got shape {tuple(words.shape)}")
@@ -172,7 +172,7 @@ def _words(name: str, words: Any, beside: Tensor, expected: tuple[int, int]) -> 
 
 
 def _groups(name: str, scales: Any, beside: Tensor, expected: tuple[int | None, int | None], columns: int) -> int:
-    """The number of groups, of scales whose sizes are `expected`."""
+    """Checks that scales have the sizes `expected`, and returns the number of groups."""
     _shaped(name, scales, beside, expected)
     if not scales.is_floating_point():
         raise ValueError(f"{name}: expected a dtype of floating point, got {_dtype(scales)}")
@@ -183,7 +183,8 @@ def _groups(name: str, scales: Any, beside: Tensor, expected: tuple[int | None, 
 
 
 def _check_order(name: str, g_idx: Any, columns: int, groups: int) -> None:
-    """NotImplementedError unless column k is of group k // (columns / groups); none and no elements are that, too."""
+    """Raises NotImplementedError unless column k is of group k // (columns / groups). A missing or empty g_idx is
+    right, too."""
     if g_idx is None:
         return
     check_tensor(name, g_idx)
@@ -205,7 +206,8 @@ def _check_order(name: str, g_idx: Any, columns: int, groups: int) -> None:
 def _each(
     move: Callable[[Tensor], Tensor], tensor: Tensor, size: tuple[int, int], dtype: torch.dtype = torch.uint8
 ) -> Tensor:
-    """`move` of each matrix [..., r, c], matrix by matrix, so that not all of them are unpacked at a time."""
+    """Applies `move` to each matrix [..., r, c], one after the other, so that not all of them are unpacked at a
+    time."""
     leading = tensor.shape[:-2]
     result = torch.empty((math.prod(leading), *size), dtype=dtype, device=tensor.device)
     for out, one in zip(result, tensor.reshape(-1, *tensor.shape[-2:]), strict=True):
@@ -218,30 +220,31 @@ def _turned(tensor: Tensor) -> Tensor:
 
 
 def _octets(words: Tensor) -> Tensor:
-    """uint8 [..., 4c] of int32 [..., c], of the same memory where that is contiguous."""
-    # By way of one dimension: a dimension of size 1 may have any stride.
+    """Views int32 [..., c] as uint8 [..., 4c]. The result is the same memory if that is contiguous."""
+    # The view goes through one dimension, because a dimension of size 1 may have any stride.
     return words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """uint8 [r, 8c] of int32 [r, c]: a word's codes, the lowest first."""
+    """Unpacks int32 [r, c] to uint8 [r, 8c]: the codes of each word, the lowest first."""
     octets = _octets(words)
     return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
 
 
 def _pairs(codes: Tensor) -> Tensor:
-    """uint8 [r, c / 2] of uint8 [r, c]."""
+    """Packs codes uint8 [r, c] to pairs uint8 [r, c / 2], the lower column in the low nibble."""
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
 def _awq_order(numbers: Tensor) -> Tensor:
-    """[r, c] of [r, c] that has 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
+    """Puts columns [r, c] in order, if they lie as 0, 2, 4, 6, 1, 3, 5, 7 of each eight."""
     return numbers.unflatten(1, (-1, 2, 4)).transpose(2, 3).flatten(1)
 
 
 def _marlin_codes(words: Tensor) -> Tensor:
-    """Pairs [N, K / 2] of [K / 16, 2N] words. A tile of 16 x 64 is 32 lanes of a warp with four words each, one for 16
-    rows; a lane (column of eight, pair of columns) has rows c and c + 8, and columns 2p, 2p + 1, 2p + 8 and 2p + 9."""
+    """Returns pairs [N, K / 2] of words [K / 16, 2N]. A tile of 16 x 64 is 32 lanes of a warp with four words each,
+    one word for 16 rows. A lane (column of eight, pair of columns) has rows c and c + 8, and columns 2p, 2p + 1, 2p +
+    8 and 2p + 9."""
     tiles = words.shape[0]
     # [K tile, N tile, row, pair, sixteen rows, odd, eight rows, eight columns]
     numbers = _nibbles(words).view(tiles, -1, 8, 4, 4, 2, 2, 2)
@@ -250,7 +253,7 @@ def _marlin_codes(words: Tensor) -> Tensor:
 
 
 def _marlin_rows(numbers: Tensor, single: bool) -> Tensor:
-    """[G, N] of [G, N] in the order of Marlin's scales: of groups, or (single) of whole rows."""
+    """Puts scales [G, N] in the order of rows. They lie as Marlin's scales of groups, or (single) of whole rows, do."""
     if single:
         return numbers.unflatten(1, (-1, 4, 4, 2)).transpose(2, 3).flatten(1)
     return numbers.unflatten(1, (-1, 8, 8)).transpose(2, 3).flatten(1)
@@ -287,7 +290,7 @@ def _draw(experts: int, rows: int, columns: int, device: str, *, group: int, has
     return Experts(codes, scales.bfloat16(), zeros)
 
 
-# Groups of 32, as Kimi K2's, and groups of 128 with zero points, as AWQ's.
+# Groups of 32 are Kimi K2's. Groups of 128 with zero points are AWQ's.
 DRAWN = {
     "int4": drawn.Format(4.5, functools.partial(_draw, group=32, has_zeros=False)),
     "int4-zeros": drawn.Format(4.1875, functools.partial(_draw, group=128, has_zeros=True)),

@@ -35,7 +35,7 @@ def _tiles(size: int, tile: int) -> int:
 
 
 def _scale_tiles(rows: int, columns: int, sf_vec_size: int) -> tuple[int, int]:
-    """Tiles of a matrix's scales."""
+    """Returns the number of tiles of a matrix's scales."""
     if sf_vec_size < 1:
         raise ValueError(f"sf_vec_size: expected 1 or more, got {sf_vec_size}")
     return _tiles(rows, _TILE_ROWS), _tiles(_tiles(columns, sf_vec_size), _TILE_COLUMNS)
@@ -45,7 +45,7 @@ def _scale_tiles(rows: int, columns: int, sf_vec_size: int) -> tuple[int, int]:
 
 
 def _halves(tensor: Tensor, group_size: int, dim: int) -> int:
-    """Groups in a half."""
+    """Returns the number of groups in a half."""
     check_tensor("tensor", tensor)
     if not -tensor.ndim <= dim < tensor.ndim:
         raise ValueError(f"dim: expected a dimension of the tensor's {tensor.ndim}, got {dim}")

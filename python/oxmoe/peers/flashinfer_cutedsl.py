@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe._oxmoe import ExpertWeights, workspace_bytes
 from oxmoe.functions import moe
 from oxmoe.operands import check_tensor
+from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, situ_options
 from oxmoe.peers.kept import Cache
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ __all__ = ["CuteDslMoEWrapper"]
 
 SWIGLU, RELU2 = 3, 6  # flashinfer's ActivationType, the same numbers in 0.6.11 and 0.7.2
 _BLOCK = 16
-# By flashinfer's names; every other one has no arithmetic here.
+# flashinfer's activation name -> (activation, gated). Other names have no arithmetic here.
 _ACTIVATIONS: dict[str, tuple[Any, bool]] = {
     "Swiglu": ("silu", True),
     "GegluTanh": ("gelu_tanh", True),
@@ -24,11 +25,11 @@ _ACTIVATIONS: dict[str, tuple[Any, bool]] = {
 }
 _NAMES = {SWIGLU: "Swiglu", RELU2: "Relu2"}
 _MODES = ("w4a4", "w4a16")
-_FP32_MAX = 3.4028234663852886e38
 
 
 def _of_activation(activation_type: Any) -> tuple[Any, bool]:
-    """NOTE: by name: flashinfer 0.6.11 and 0.7.2 number GegluTanh and its neighbours differently."""
+    """Returns (activation, gated). NOTE: it goes by name: flashinfer 0.6.11 and 0.7.2 number GegluTanh and its
+    neighbours differently."""
     name = getattr(activation_type, "name", None) or _NAMES.get(activation_type, activation_type)
     if name not in _ACTIVATIONS:
         raise NotImplementedError(
@@ -63,11 +64,13 @@ class CuteDslMoEWrapper:
     quant_mode: with "w4a4" ("nvfp4") tokens come as NVFP4, and GEMM1's output is rounded to NVFP4 with
     fc2_input_scale. With "w4a16" tokens have output_dtype, and nothing is rounded. activation_type: Swiglu,
     GegluTanh, or Relu2 (w1 then is [El, N, H / 2]). swiglu_alpha, swiglu_beta and swiglu_limit are ExpertWeights'
-    alpha, beta and limit. output_dtype is the dtype of the computation: bf16, on CPUs also f16 or fp32.
+    alpha, beta and limit. situ_beta selects SiTU, with activation_type Swiglu as in flashinfer; situ_linear_beta
+    bounds up, which is not bounded without it. output_dtype is the dtype of the computation: bf16, on CPUs also f16
+    or fp32.
 
     tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never
-    atomic. These are refused by name: a sf_vec_size other than 16, situ_beta, situ_linear_beta, "w4a8", and the
-    arguments per_token_scale and tactic of `run`.
+    atomic. These are refused by name: a sf_vec_size other than 16, "w4a8", and the arguments per_token_scale and
+    tactic of `run`.
 
     One object serves one stream at a time.
     """
@@ -90,7 +93,7 @@ class CuteDslMoEWrapper:
         activation_type: Any = SWIGLU,
         swiglu_alpha: float = 1.0,
         swiglu_beta: float = 0.0,
-        swiglu_limit: float = _FP32_MAX,
+        swiglu_limit: float = FP32_MAX,
         situ_beta: float | None = None,
         situ_linear_beta: float | None = None,
         use_fused_finalize: bool = True,
@@ -100,12 +103,10 @@ class CuteDslMoEWrapper:
 
         unserved = {
             f"sf_vec_size {sf_vec_size}": sf_vec_size != _BLOCK,
-            "situ_beta": situ_beta is not None,
-            "situ_linear_beta": situ_linear_beta is not None,
         }
         if any(unserved.values()):
             given = ", ".join(name for name, used in unserved.items() if used)
-            raise NotImplementedError(f"CuteDslMoEWrapper: no arithmetic for {given}; served: sf_vec_size 16, no SiTU")
+            raise NotImplementedError(f"CuteDslMoEWrapper: no arithmetic for {given}; served: sf_vec_size 16")
         self.quant_mode = _mode(quant_mode)
         self._activation, self.gated = _of_activation(activation_type)
         self.output_dtype = torch.bfloat16 if output_dtype is None else output_dtype
@@ -115,8 +116,11 @@ class CuteDslMoEWrapper:
             raise ValueError(f"output_dtype: expected {', '.join(map(str, dtypes))}, got {self.output_dtype}")
         self._dtype = dtypes[self.output_dtype]
         swiglu = (swiglu_alpha, swiglu_beta, swiglu_limit)
-        if self._activation != "silu" and swiglu != (1.0, 0.0, _FP32_MAX):
+        if self._activation != "silu" and swiglu != (1.0, 0.0, FP32_MAX):
             raise ValueError(f"swiglu_alpha, swiglu_beta, swiglu_limit: only with Swiglu, got {swiglu}")
+        name = "Swiglu" if self._activation == "silu" else str(self._activation)
+        self._situ = situ_options(name, situ_beta, situ_linear_beta, swiglu)
+        self._activation = self._situ.pop("activation", self._activation)
         local = num_experts if num_local_experts is None else num_local_experts
         if not 1 <= top_k <= num_experts:
             raise ValueError(f"top_k: expected 1 to num_experts {num_experts}, got {top_k}")
@@ -171,12 +175,12 @@ class CuteDslMoEWrapper:
         ):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name}: expected shape {shape}, got {tuple(tensor.shape)}")
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {**self._situ}
         if self._activation == "silu":
-            limit = self.swiglu_limit if self.swiglu_limit < _FP32_MAX else None
+            limit = self.swiglu_limit if self.swiglu_limit < FP32_MAX else None
             options = {"alpha": self.swiglu_alpha, "beta": self.swiglu_beta, "limit": limit}
         if fc2_input_scale is not None:
-            # Tokens come quantised: the number that would round them is not asked for.
+            # Tokens come quantised, so nothing asks for the number that would round them.
             options.update(input_global_scale=1.0, a2_global_scale=fc2_input_scale.reshape(-1).float())
         return ExpertWeights.nvfp4(
             w1_weight,
@@ -300,7 +304,7 @@ class CuteDslMoEWrapper:
             ep = {"ep_size": max(offset // local + 1, -(-self.num_experts // local)), "ep_rank": offset // local}
         else:
             held = (ids >= offset) & (ids < offset + local)
-            # What is no expert at all stays as it is, so that `moe` sees it.
+            # A number that is no expert at all stays as it is, so that `moe` refuses it.
             ids = torch.where(held, ids - offset, ids.masked_fill((ids >= 0) & (ids < self.num_experts), -1))
         out = None
         if self._output is not None:

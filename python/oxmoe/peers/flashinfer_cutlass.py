@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
+from oxmoe.operands import check_tensor
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
 from oxmoe.peers.kept import Cache
@@ -16,7 +17,7 @@ from oxmoe.peers.topk_forms import routing_arguments
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Of flashinfer's workspace_buffer, and what `moe` asks of a workspace.
+# Alignment in bytes of flashinfer's workspace_buffer, which `moe` also asks of a workspace.
 _ALIGNMENT = 256
 _OF_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 cache = Cache()
@@ -44,6 +45,8 @@ def prepare_cutlass_fused_moe(
     *,
     tp_rank: int = 0,
     activation_type: Any = SWIGLU,
+    situ_beta: Tensor | float | None = None,
+    situ_linear_beta: Tensor | float | None = None,
     hidden_size: int | None = None,
     dtype: Literal["bf16", "f16", "f32"] = "bf16",
     use_deepseek_fp8_block_scale: bool = False,
@@ -69,12 +72,16 @@ def prepare_cutlass_fused_moe(
 
     Biases are [El, 2I] and [El, H]; fc2's counts on tp_rank 0 only, as in flashinfer. swiglu_* are fp32 [El]; if all
     experts share a number, it becomes one number, which is faster. SwigluStep without a limit has flashinfer's
-    limit, 7.0. hidden_size: the columns of the input, if MXFP4 or MXFP8 weights are padded beyond them. dtype: the
-    dtype of the input for MXFP4 and NVFP4 weights.
+    limit, 7.0. Situ has situ_beta and situ_linear_beta, fp32 [El] or one number, by default flashinfer's 4.0 and 25.0;
+    ExpertWeights.bf16 has the formula. hidden_size: the columns of the input, if MXFP4 or MXFP8 weights are padded
+    beyond them. dtype: the dtype of the input for MXFP4 and NVFP4 weights.
 
     16-bit and fp8 weights are used as they lie. For other formats the result holds copies, made on their device.
     Combinations that are not served are a NotImplementedError.
     """
+    check_tensor("fc1_expert_weights", fc1_expert_weights)
+    check_tensor("fc2_expert_weights", fc2_expert_weights)
+    _check_scales(quant_scales)
     scales = list(quant_scales or ())
     if use_w4_group_scaling is None:
         use_w4_group_scaling = len(scales) < 3 and name_of(fc1_expert_weights.dtype) in (
@@ -90,7 +97,7 @@ def prepare_cutlass_fused_moe(
         use_w4_group_scaling=use_w4_group_scaling,
         use_mxfp8_act_scaling=use_mxfp8_act_scaling,
     )
-    given = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit)
+    given = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta)
     options = Activations(activation_of(activation_type), *given).options(tp_rank, once=True)
     weights = (fc1_expert_weights, fc2_expert_weights, scales)
     if format not in AS_THEY_LIE:
@@ -152,8 +159,8 @@ def cutlass_fused_moe(
     output is this rank's part of the sum, written to `output` [T, H] where given. Without tokens nothing is looked at.
     An input narrower than MXFP4 or MXFP8 weights is that of weights padded with zeros, and so is the output.
 
-    weights: what prepare_cutlass_fused_moe made, in place of fc1 and fc2, scales, biases and swiglu_* (fp8 input
-    still needs quant_scales). Without it 16-bit and fp8 weights are described at each call; of the others
+    weights: what prepare_cutlass_fused_moe made, in place of fc1 and fc2, scales, biases, swiglu_* and situ_* (fp8
+    input still needs quant_scales). Without it 16-bit and fp8 weights are described at each call; of the others
     ExpertWeights are made at the first call with these tensors and kept while they live
     (`oxmoe.peers.flashinfer_cutlass.cache`): a second copy of the weights, and at each call the time to find it.
     workspace_buffer: uint8 or int8 [cutlass_fused_moe_workspace_size(...)], 256-byte aligned; WorkspaceError for
@@ -169,8 +176,6 @@ def cutlass_fused_moe(
         "use_packed_weights (int4)": use_packed_weights,
         "use_wfp4afp8_humming": use_wfp4afp8_humming,
         "clamped_relu2_limit": clamped_relu2_limit is not None,
-        "situ_beta": situ_beta is not None,
-        "situ_linear_beta": situ_linear_beta is not None,
         f"backend={backend!r}": backend != "cutlass",
     }
     if any(unserved.values()):
@@ -178,10 +183,17 @@ def cutlass_fused_moe(
         raise NotImplementedError(f"cutlass_fused_moe: no kernel for {given}; served are {SERVED}")
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"tp_rank: expected 0 <= tp_rank < tp_size, got tp_rank {tp_rank}, tp_size {tp_size}")
+    check_tensor("input", input)
+    if input.ndim != 2:
+        raise ValueError(f"input: expected [T, H], got shape {tuple(input.shape)}")
+    _check_scales(quant_scales)
     if input.shape[0] == 0:
         columns = input.shape[1] * (2 if name_of(input.dtype) == "uint8" else 1)
         return [input.new_empty((0, columns), dtype=output_dtype) if output is None else output]
     if weights is None:
+        for name, matrix in (("fc1_expert_weights", fc1_expert_weights), ("fc2_expert_weights", fc2_expert_weights)):
+            if matrix is not None:
+                check_tensor(name, matrix)
         unscaled = fc1_expert_weights is not None and name_of(fc1_expert_weights.dtype) in _OF_DTYPES
         if fc1_expert_weights is None or fc2_expert_weights is None or (quant_scales is None and not unscaled):
             raise ValueError("fc1_expert_weights, fc2_expert_weights and quant_scales: needed where weights is None")
@@ -192,8 +204,12 @@ def cutlass_fused_moe(
             use_w4_group_scaling=use_w4_group_scaling,
             use_mxfp8_act_scaling=use_mxfp8_act_scaling,
         )
-    else:
+    elif isinstance(weights, ExpertWeights):
         format = weights.format.partition("-")[0]
+    else:
+        raise ValueError(
+            f"weights: expected what prepare_cutlass_fused_moe returns, or None, got {type(weights).__name__}"
+        )
     activation = activation_of(activation_type)
     _check_aligned("input", input)
     x, x_scale = formats.quantised_input(format, input, input_sf, quant_scales, swizzled=swizzled_input_sf)
@@ -208,6 +224,7 @@ def cutlass_fused_moe(
     if weights is None:
         assert fc1_expert_weights is not None and fc2_expert_weights is not None
         others = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit)
+        others += (situ_beta, situ_linear_beta)
         blocks = fc1_expert_weights, fc2_expert_weights, list(quant_scales or ())
         if format in AS_THEY_LIE:
             of_weights = Activations(activation, *others).options(tp_rank, once=False)
@@ -216,6 +233,17 @@ def cutlass_fused_moe(
             return [_with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
         weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
     return [_with_workspace(moe, x, weights, *of_tokens, **options)]
+
+
+def _check_scales(quant_scales: Any) -> None:
+    """Checks that these are several tensors, not a tensor of several numbers."""
+    if quant_scales is None:
+        return
+    if not isinstance(quant_scales, Sequence):
+        kind = type(quant_scales).__name__
+        raise ValueError(f"quant_scales: expected a list of tensors or None, got {kind}")
+    for index, scale in enumerate(quant_scales):
+        check_tensor(f"quant_scales[{index}]", scale)
 
 
 def _check_aligned(name: str, tensor: Tensor) -> None:
@@ -237,7 +265,7 @@ def _kept(
     activation: str,
     output_dtype: Any,
 ) -> ExpertWeights:
-    """Returns the cache's ExpertWeights for an input like this. others: biases and swiglu_*."""
+    """Returns the cache's ExpertWeights for an input like this. others: biases, swiglu_* and situ_*."""
     fc1, fc2, scales = blocks
     columns = {"mxfp4": 2, "mxfp8": 1}.get(format, 0) * fc1.shape[-1] * fc1.element_size()
     hidden_size = input.shape[1] if input.shape[1] < columns else None
@@ -255,6 +283,8 @@ def _workspace(buffer: Tensor, input: Tensor) -> Tensor:
     import torch
 
     problem = None
+    if not isinstance(buffer, torch.Tensor):
+        raise WorkspaceError(f"workspace_buffer: expected a torch tensor, got {type(buffer).__name__}")
     if buffer.dtype not in (torch.int8, torch.uint8):
         problem = f"dtype must be int8 or uint8, got {name_of(buffer.dtype)}"
     elif input.is_cuda and not buffer.is_cuda:
@@ -339,8 +369,13 @@ def cutlass_fused_moe_workspace_size(
         format = (
             "mxfp8" if use_mxfp8_act_scaling else "fp8_block" if use_deepseek_fp8_block_scale else "fp8_tensor-static"
         )
+    elif dtype in _OF_DTYPES:
+        format = _OF_DTYPES[dtype]
+    elif dtype in formats.PACKED:
+        format = "mxfp4" if use_w4_group_scaling else of_nvfp4
     else:
-        format = _OF_DTYPES.get(dtype) or ("mxfp4" if use_w4_group_scaling else of_nvfp4)
+        known = ", ".join((*_OF_DTYPES, "float8_e4m3fn", *formats.PACKED))
+        raise NotImplementedError(f"weight_dtype: no kernel for {dtype}; served are {known}")
     _, gated, _, _ = formats.ACTIVATIONS[activation_of(activation_type)]
     return _oxmoe.shape_workspace_bytes(
         num_experts_total // ep_size, top_k, hidden_size, intermediate_size, max_num_tokens, format=format, gated=gated

@@ -18,23 +18,29 @@ from oxmoe.peers.kept import number
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWIGLU = 3  # flashinfer's ActivationType.Swiglu
+SWIGLU, SITU = 3, 10  # flashinfer's ActivationType; these numbers mean the same in 0.6.11 and 0.7.2
 SERVED = (
     "bf16, f16 and fp32 weights; float8_e4m3fn weights with one scale (4 quant_scales), with "
     "use_deepseek_fp8_block_scale, or with use_mxfp8_act_scaling; MXFP4 weights with use_w4_group_scaling and 16-bit "
     "input; NVFP4 weights (6 quant_scales)"
 )
-# flashinfer's ActivationType: (activation, gated, where the limit bounds the gate, limit where none is given).
+# flashinfer's ActivationType -> (activation, gated, the value of `clamp`: where the limit bounds the gate, default
+# limit).
 ACTIVATIONS: dict[str, tuple[str, bool, str, float | None]] = {
     "Swiglu": ("silu", True, "before", None),
     "SwigluBias": ("silu", True, "before", None),
     "SwigluStep": ("silu", True, "after", 7.0),
     "Geglu": ("gelu", True, "before", None),
     "GegluTanh": ("gelu_tanh", True, "before", None),
+    "Situ": ("situ", True, "before", None),
     "Silu": ("silu", False, "before", None),
     "Gelu": ("gelu", False, "before", None),
     "Relu2": ("relu2", False, "before", None),
 }
+FP32_MAX = 3.4028234663852886e38  # flashinfer's limit if none is given
+# The default numbers of SiTU, flashinfer's DEFAULT_SITU_BETA and DEFAULT_SITU_LINEAR_BETA: Kimi-K3's numbers.
+_SITU = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
+_NUMBERED = {SWIGLU: "Swiglu", SITU: "Situ"}
 _PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 # Formats whose weights kernels read as they lie: they are described at each call. The others are prepared once.
 AS_THEY_LIE = frozenset((*_PLAIN.values(), "fp8_block", "fp8_tensor"))
@@ -53,15 +59,37 @@ def name_of(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+# Dtypes as which flashinfer's callers view packed weights.
+PACKED = ("uint8", "int8", "int64", "int32")
+
+
 def activation_of(activation_type: Any) -> str:
-    """NOTE: by name: flashinfer 0.6.11 and 0.7.2 number all types but Swiglu differently."""
-    name = getattr(activation_type, "name", "Swiglu" if activation_type == SWIGLU else activation_type)
+    """Returns an activation's name. NOTE: it goes by name: flashinfer 0.6.11 and 0.7.2 number all types but Swiglu
+    and Situ differently."""
+    name = getattr(activation_type, "name", None) or _NUMBERED.get(activation_type, activation_type)
     if name not in ACTIVATIONS:
+        others = ", ".join(other for other in ACTIVATIONS if other not in _NUMBERED.values())
         raise NotImplementedError(
-            f"activation_type: no kernel for {name!r}; served are flashinfer's ActivationType.Swiglu (3) and "
-            f"{', '.join(other for other in ACTIVATIONS if other != 'Swiglu')}"
+            f"activation_type: no kernel for {name!r}; served are flashinfer's ActivationType.Swiglu (3) and Situ (10) "
+            f"and, as members of the enumeration, {others}"
         )
     return str(name)
+
+
+def situ_options(
+    name: str, situ_beta: float | None, situ_linear_beta: float | None, swiglu: tuple[float, float, float]
+) -> dict[str, Any]:
+    """Returns the options of ExpertWeights of flashinfer's CuTe DSL calls, which select SiTU by a situ_beta and the
+    activation Swiglu. Without a situ_beta there are none. name: the activation's; swiglu: its alpha, beta and limit."""
+    if situ_beta is None:
+        if situ_linear_beta is not None:
+            raise ValueError("situ_linear_beta: needs situ_beta")
+        return {}
+    if name != "Swiglu":
+        raise ValueError(f"situ_beta: expected ActivationType.Swiglu with it, got {name}")
+    if swiglu != (1.0, 0.0, FP32_MAX):
+        raise ValueError(f"swiglu_alpha, swiglu_beta, swiglu_limit: not with situ_beta, got {swiglu}")
+    return {"activation": "situ", "situ_beta": situ_beta, "situ_linear_beta": situ_linear_beta}
 
 
 def format_of(
@@ -95,9 +123,9 @@ def format_of(
             ),
             ("fp8_tensor", []),
         )
-    elif dtype in ("uint8", "int8", "int64", "int32") and use_w4_group_scaling:
+    elif dtype in PACKED and use_w4_group_scaling:
         format, needed = "mxfp4", ["use_w4_group_scaling"]
-    elif dtype in ("uint8", "int8", "int64", "int32") and scales == 6:
+    elif dtype in PACKED and scales == 6:
         format, needed = "nvfp4", []
     else:
         given_scales = f"{scales} quant_scales" if scales else "no quant_scales"
@@ -126,14 +154,17 @@ class Activations:
     swiglu_alpha: Tensor | None
     swiglu_beta: Tensor | None
     swiglu_limit: Tensor | None
+    situ_beta: Tensor | float | None = None
+    situ_linear_beta: Tensor | float | None = None
 
     def options(self, tp_rank: int, *, once: bool) -> dict[str, Any]:
         """Returns options of ExpertWeights. once: they are made at load, so numbers may be read from the device."""
         activation, gated, clamp, limit = ACTIVATIONS[self.name]
         read: Any = number if once else lambda tensor: tensor
         given = {"alpha": read(self.swiglu_alpha), "beta": read(self.swiglu_beta), "limit": read(self.swiglu_limit)}
-        if given["limit"] is None:
-            given["limit"] = limit
+        given |= {"situ_beta": read(self.situ_beta), "situ_linear_beta": read(self.situ_linear_beta)}
+        defaults = {"limit": limit, **(_SITU if activation == "situ" else {})}
+        given |= {name: default for name, default in defaults.items() if given[name] is None}
         return {
             "activation": activation,
             "gated": gated,

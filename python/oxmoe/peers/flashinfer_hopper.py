@@ -11,20 +11,19 @@ from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
 from oxmoe.operands import check_tensor
-from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
+from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _UP_GATE_ROWS = 32  # rows of up that lie before as many rows of gate
-_FP32_MAX = 3.4028234663852886e38
 _ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "Swiglu": ("silu", True),
     "GegluTanh": ("gelu_tanh", True),
     "Relu2": ("relu2", False),
 }
-# What `cute_dsl_fused_moe_bf16` has put in order of its w1_weight.
+# w1_weight of `cute_dsl_fused_moe_bf16` -> the copy with its rows in order.
 cache = Cache()
 
 
@@ -117,7 +116,7 @@ def cute_dsl_fused_moe_bf16(
     activation_type: Any = SWIGLU,
     swiglu_alpha: float = 1.0,
     swiglu_beta: float = 0.0,
-    swiglu_limit: float = _FP32_MAX,
+    swiglu_limit: float = FP32_MAX,
     situ_beta: float | None = None,
     situ_linear_beta: float | None = None,
     *,
@@ -134,10 +133,9 @@ def cute_dsl_fused_moe_bf16(
     local_expert_offset to local_expert_offset + num_local_experts.
 
     The call is deterministic whatever use_fused_finalize says. enable_pdl, intermediate_buffer and tactic have no
-    meaning. SiTU, and other activations than Swiglu, GegluTanh and Relu2, are a NotImplementedError.
+    meaning. situ_beta selects SiTU, with activation_type Swiglu as in flashinfer; situ_linear_beta bounds up, which is
+    not bounded without it. Other activations than Swiglu, GegluTanh and Relu2 are a NotImplementedError.
     """
-    if situ_beta is not None or situ_linear_beta is not None:
-        raise NotImplementedError("cute_dsl_fused_moe_bf16: no kernel for situ_beta and situ_linear_beta")
     name = activation_of(activation_type)
     if name not in _ACTIVATIONS:
         raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
@@ -157,9 +155,12 @@ def cute_dsl_fused_moe_bf16(
             f'token_selected_experts: dimension 1 "top_k": expected {top_k}, got {token_selected_experts.shape[-1]}'
         )
     options: dict[str, Any] = {"activation": activation, "gated": gated}
-    if gated:
+    situ = situ_options(name, situ_beta, situ_linear_beta, (swiglu_alpha, swiglu_beta, swiglu_limit))
+    if situ:
+        options |= {"layout": "up_gate", **situ}
+    elif gated:
         options |= {"layout": "up_gate", "alpha": swiglu_alpha, "beta": swiglu_beta}
-        if swiglu_limit < _FP32_MAX:
+        if swiglu_limit < FP32_MAX:
             options["limit"] = swiglu_limit
     w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
     ranks = {"ep_size": num_experts // local, "ep_rank": local_expert_offset // local}

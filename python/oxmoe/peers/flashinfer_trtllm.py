@@ -100,7 +100,7 @@ def _refuse(function: str, unserved: dict[str, bool]) -> None:
 def _tokens(
     hidden_states: Tensor, scale: Tensor | None, weights: ExpertWeights, quantization: int
 ) -> tuple[Tensor, Tensor | None]:
-    """x and x_scale as `moe` takes them."""
+    """Returns x and x_scale in the form that `moe` takes."""
     tokens, hidden = hidden_states.shape
     expected = "mxfp8" if quantization == MXFP8 else "fp8_block"
     if weights.format != expected:
@@ -115,7 +115,7 @@ def _tokens(
             )
         import torch
 
-        # Exact: these numbers are rounded to MXFP8 once more and do not change.
+        # The conversion is exact: these numbers do not change when they are rounded to MXFP8 once more.
         flat = scale.reshape(-1).view(torch.uint8)
         return dequantize_mxfp8(hidden_states, flat, torch.bfloat16, layout="linear"), None
     if scale.dim() != 2 or scale.shape[1] != tokens:
@@ -146,7 +146,7 @@ def _run(
     unserved: dict[str, bool],
     weights: ExpertWeights | None,
 ) -> Tensor:
-    """The layer, its tokens routed as `routing` says: options of `moe`."""
+    """Runs the layer. `routing` has the options of `moe` that route its tokens."""
     check_tensor("hidden_states", hidden_states, "T", "H")
     if weights is not None and not isinstance(weights, ExpertWeights):
         raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
@@ -198,7 +198,7 @@ def layer(
     out: Tensor | None = None,
     **routing: Any,
 ) -> Tensor:
-    """The layer of flashinfer's tensors, past the operators; routing: options of `moe`."""
+    """Runs the layer on flashinfer's tensors, past the operators. `routing` has options of `moe`."""
     gemms = w13, w13_scale, w2, w2_scale
     weights = _weights(gemms, quantization, shuffled, weight_layout, (alpha, beta, limit), (b13, b2))
     x, x_scale = _tokens(x, x_scale, weights, quantization)
@@ -226,7 +226,7 @@ def _weights(
 ) -> ExpertWeights:
     plain = not shuffled and layout == MAJOR_K
     if plain and (quantization != MXFP8 or not gemms[0].is_cuda):
-        # Described at every call: a cache would keep the caller's weights alive.
+        # These weights are described at every call: a cache would keep the caller's weights alive.
         pairs = zip(("alpha", "beta", "limit"), activation, strict=True)
         of_experts: dict[str, Any] = {name: value for name, value in pairs if value is not None}
         w13, w13_scale, w2, w2_scale = gemms

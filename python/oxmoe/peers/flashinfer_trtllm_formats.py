@@ -32,9 +32,18 @@ cache = Cache()
 
 
 def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Tensor | None = None) -> dict[str, Any]:
-    """Options of ExpertWeights. given: alpha, beta and limit; limits: factors of the experts' limits."""
+    """Returns options of ExpertWeights. given: alpha, beta and limit; limits: factors of the experts' limits.
+
+    Situ's gemm1_alpha bounds the gate, and its gemm1_beta bounds up. Each is 1 if it is not given.
+    """
     name = activation_of(activation_type)
     function, gated, clamp, default = ACTIVATIONS[name]
+    if name == "Situ":
+        if given["limit"] is not None:
+            raise NotImplementedError("gemm1_clamp_limit: no kernel for Situ with a limit beside its bounds")
+        bounds = {"situ_beta": number(given["alpha"]), "situ_linear_beta": number(given["beta"])}
+        bounds = {option: 1.0 if value is None else value for option, value in bounds.items()}
+        return {"activation": function, "gated": gated, "layout": "up_gate", **bounds}
     if limits is not None and given["limit"] is not None:
         given = {**given, "limit": given["limit"].float() * limits}
     numbers = {option: number(value) for option, value in given.items()}
@@ -61,10 +70,10 @@ def layer(
     output: Tensor | None,
     copies: bool = True,
 ) -> Tensor:
-    """The layer of weights that were prepared, or that `make` makes of `owners` and `options`.
+    """Runs the layer of weights that were prepared, or that `make` makes of `owners` and `options`.
 
-    experts: num_experts, local_expert_offset, local_num_experts. refused: what is not served, and whether the caller
-    asks for it. copies: `make` copies the owners, and what it makes is kept while they live.
+    experts: num_experts, local_expert_offset, local_num_experts. refused: name of each argument that is not served ->
+    whether the caller uses it. copies: `make` copies the owners, and its result is kept while they live.
     """
     if any(refused.values()):
         given = ", ".join(name for name, used in refused.items() if used)
@@ -117,7 +126,9 @@ def prepare_trtllm_bf16_moe(
     """ExpertWeights of what `trtllm_bf16_moe` takes: made once, at load.
 
     gemm1 bf16 [El, 2I, H], rows [up; gate] ([El, I, H] of activations without a gate), and gemm2 [El, H, I]; with
-    weight_layout BlockMajorK (2) [El, H / 64, 2I, 64] and [El, I / 64, H, 64]. use_shuffled_weight: rows of w13
+    weight_layout BlockMajorK (2) [El, H / 64, 2I, 64] and [El, I / 64, H, 64]. gemm1_alpha, gemm1_beta and
+    gemm1_clamp_limit fp32 [El] are ExpertWeights' alpha, beta and limit; of Situ (10) the first two are situ_beta and
+    situ_linear_beta, by default 1 as in flashinfer, and a limit is refused. use_shuffled_weight: rows of w13
     alternate (reorder_rows_for_gated_act_gemm), then the rows of both went through shuffle_matrix_a with
     epilogue_tile_m 128. Shuffled or blocked weights are copied.
     """
@@ -171,9 +182,9 @@ def trtllm_bf16_moe(
     routing_logits [T, num_experts] are routed as `trtllm_fp8_block_scale_moe` does it. Weights are those of
     `prepare_trtllm_bf16_moe`: they are made plain at the first call, and the copy is kept while the tensors live
     (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made; the two tensors and what belongs
-    to them are not looked at then. Under torch.compile it is needed. activation_type: Swiglu (3), or an ActivationType
-    by name. Experts local_expert_offset to local_expert_offset + local_num_experts are held here. enable_pdl and
-    tune_max_num_tokens have no meaning here.
+    to them are not looked at then. Under torch.compile it is needed. activation_type: Swiglu (3), Situ (10), or an
+    ActivationType by name. Experts local_expert_offset to local_expert_offset + local_num_experts are held here.
+    enable_pdl and tune_max_num_tokens have no meaning here.
     """
     routing = by_method(
         routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
@@ -311,6 +322,11 @@ def prepare_trtllm_fp8_per_tensor_scale_moe(
     for name, scale in scales.items():
         if scale.numel() != experts:
             raise ValueError(f"{name}: expected {experts} numbers (local experts), got {scale.numel()}")
+    name = activation_of(activation_type)
+    if name == "Situ":
+        raise NotImplementedError(
+            "activation_type: no kernel for 'Situ' with fp8 weights of one scale; these have no bounds"
+        )
     options = activation(activation_type, {"alpha": None, "beta": None, "limit": gemm1_clamp_limit}, of_sums)
     w13, w2 = (unshuffled(part, SHUFFLED_ROWS) for part in (gemm1_weights, gemm2_weights))
     quantises = scales["output1_scales_scalar"]

@@ -21,7 +21,7 @@ _BLOCKS = {32: "mxfp4", 16: "nvfp4"}
 
 
 def _block(weights: Tensor, scale: Tensor) -> int:
-    """Numbers that share a scale: 32 of MXFP4, 16 of NVFP4."""
+    """Returns how many numbers share a scale: 32 of MXFP4, 16 of NVFP4."""
     three_dimensions(gemm1_weights=weights)
     check_tensor("gemm1_weights_scale", scale)
     numbers = weights.numel() * 2
@@ -59,8 +59,9 @@ def prepare_trtllm_fp4_block_scale_moe(
 
     NVFP4 (W4A4): output1_scale_gate_scalar and output2_scale_scalar, fp32 [El], dequantise the sums of the GEMMs;
     output1_scale_scalar is the first times the number that quantises GEMM1's output (without a gate that number
-    alone), the smallest of the experts'. Biases, alpha, beta and limit are refused there. MXFP4 takes no such scalars
-    but ones.
+    alone), the smallest of the experts'. With Situ, too, it is that number alone. Biases, alpha, beta and limit are
+    refused there, except Situ's alpha and beta, which bound dequantised numbers. MXFP4 takes no such scalars but ones.
+    gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`.
     """
     import torch
 
@@ -69,7 +70,7 @@ def prepare_trtllm_fp4_block_scale_moe(
     check_tensor("gemm2_weights_scale", gemm2_weights_scale)
     numbers = {"alpha": gemm1_alpha, "beta": gemm1_beta, "limit": gemm1_clamp_limit}
     options = activation(activation_type, numbers)
-    gated = options["gated"]
+    gated, situ = options["gated"], options["activation"] == "situ"
     (w13, w13_scale), (w2, w2_scale) = (
         plain_blocks(
             weights.view(torch.uint8), scale.view(torch.uint8), weights.shape[2] * 2 // block, gated=shuffled_halves
@@ -92,8 +93,8 @@ def prepare_trtllm_fp4_block_scale_moe(
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
     given = {
         "gemm1_bias": gemm1_bias,
-        "gemm1_alpha": gemm1_alpha,
-        "gemm1_beta": gemm1_beta,
+        "gemm1_alpha": None if situ else gemm1_alpha,
+        "gemm1_beta": None if situ else gemm1_beta,
         "gemm1_clamp_limit": gemm1_clamp_limit,
         "gemm2_bias": gemm2_bias,
     }
@@ -108,7 +109,7 @@ def prepare_trtllm_fp4_block_scale_moe(
             raise ValueError(f"{name}: expected {w13.shape[0]} numbers (local experts), got {scalar.numel()}")
         of_experts.append(scalar.float().reshape(-1))
     quantises, of_sums, of_outputs = of_experts
-    if gated:
+    if gated and not situ:
         quantises = quantises / of_sums
     smallest = quantises.amin()
     return ExpertWeights.nvfp4(

@@ -1,4 +1,4 @@
-"""The forms that flashinfer's trtllm-gen kernels hold weights in, and back."""
+"""Converts weights from the forms of flashinfer's trtllm-gen kernels back to plain ones."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAJOR_K, BLOCK_MAJOR_K = 0, 2  # flashinfer's WeightLayout
-BLOCK_BYTES = 128  # of a row in a block of BlockMajorK
-# Rows that a shuffle stays in, by shuffle_matrix_a's epilogue_tile_m: 64 of DeepSeek's fp8, 128 of the other formats.
+BLOCK_BYTES = 128  # bytes of a row in a block of BlockMajorK
+# Rows that a shuffle stays in, by shuffle_matrix_a's epilogue_tile_m: 64 for DeepSeek's fp8, 128 for the other formats.
 DEEPSEEK_ROWS, SHUFFLED_ROWS = 16, 32
 _LANES = 8
 
 
 def major_k(weights: Tensor, weight_layout: int) -> Tensor:
-    """w [E, R, K] of w in this layout: itself, or of BlockMajorK's [E, K / B, R, B] a copy, B numbers in 128 bytes."""
+    """Returns weights [E, R, K] of weights in this layout. MajorK returns them as they are. BlockMajorK [E, K / B, R,
+    B] is copied; B numbers have 128 bytes."""
     if weight_layout != BLOCK_MAJOR_K:
         return weights
     block = BLOCK_BYTES // weights.element_size()
     if weights.dim() != 4 or weights.shape[3] != block:
         raise ValueError(
-            f"weights: expected shape [E, K / {block}, rows, {block}] with weight_layout BlockMajorK, "
-            f"got {list(weights.shape)}"
+            f"gemm1_weights, gemm2_weights: expected shape [E, K / {block}, rows, {block}] with weight_layout "
+            f"BlockMajorK, got {list(weights.shape)}"
         )
     experts, blocks, rows, _ = weights.shape
     return weights.transpose(1, 2).reshape(experts, rows, blocks * block)
 
 
 def unshuffled(weights: Tensor, of_shuffle: int) -> Tensor:
-    """w [E, R, ...] of what flashinfer's shuffle_matrix_a made of each expert's rows: a copy.
+    """Returns a copy w [E, R, ...] that undoes flashinfer's shuffle_matrix_a of each expert's rows.
 
     The rows of each block of of_shuffle lie in eights: place 8 j + i has row (of_shuffle / 8) i + j.
     """
@@ -40,13 +41,13 @@ def unshuffled(weights: Tensor, of_shuffle: int) -> Tensor:
 
 
 def halves(weights: Tensor) -> Tensor:
-    """w [E, R, ...] of what flashinfer's reorder_rows_for_gated_act_gemm made of each expert's rows: a copy. There rows
-    of the two halves alternate."""
+    """Returns a copy w [E, R, ...] that undoes flashinfer's reorder_rows_for_gated_act_gemm of each expert's rows.
+    There rows of the two halves alternate."""
     return weights.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2).contiguous()
 
 
 def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: int) -> tuple[Tensor, Tensor]:
-    """Copies of weights [E, R, K] and scales [E, R, K / 32] of what the MXFP8 kernels of trtllm-gen take."""
+    """Returns plain copies: weights [E, R, K] and scales [E, R, K / 32] of operands of trtllm-gen's MXFP8 kernels."""
     weights = major_k(weights, weight_layout)
     if weights.dim() != 3:
         raise ValueError(f"weights: expected 3 dimensions [E, rows, K], got shape {list(weights.shape)}")
@@ -54,9 +55,10 @@ def plain_mxfp8(weights: Tensor, scales: Tensor, *, gated: bool, weight_layout: 
 
 
 def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -> tuple[Tensor, Tensor]:
-    """Copies of weights [E, R, ...] and scales [E, R, blocks] of what trtllm-gen's kernels of formats with block scales
-    take: rows of both shuffled, those of w13 (gated) alternating before that, and scales of each expert in tiles of
-    128 rows by 4 (block_scale_interleave; shape [E, R, blocks], or any with as many bytes an expert)."""
+    """Returns plain copies: weights [E, R, ...] and scales [E, R, blocks] of operands of trtllm-gen's kernels of
+    formats with block scales. There the rows of both are shuffled, and rows of w13 (gated) alternate before that.
+    Scales of each expert lie in tiles of 128 rows by 4 (block_scale_interleave; shape [E, R, blocks], or any with as
+    many bytes an expert)."""
     from oxmoe.formats.nvfp4 import unswizzle_blockscale
 
     experts, rows = weights.shape[:2]
@@ -72,7 +74,7 @@ def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -
 
 
 def plain_biases(bias: Tensor | None, of_shuffle: int | None, *, gated: bool = False) -> Tensor | None:
-    """A copy of a bias [E, R] whose rows lie as those of its weights; None of None."""
+    """Returns a plain copy of a bias [E, R] whose rows lie as the rows of its weights do; None if the bias is None."""
     if bias is None:
         return None
     if of_shuffle is None:

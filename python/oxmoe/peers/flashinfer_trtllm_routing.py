@@ -36,7 +36,7 @@ def routing_options(
     routed_scaling_factor: float | None = None,
     norm_topk_prob: bool = True,
 ) -> dict[str, Any]:
-    """flashinfer's RoutingMethodType and what belongs to it as options of `oxmoe.moe` with router_logits.
+    """Converts flashinfer's RoutingMethodType and its arguments to options of `oxmoe.moe` with router_logits.
 
     Default: softmax, top-k. Renormalize, RenormalizeNaive: softmax of the chosen logits. DeepSeekV3: sigmoid, top-k of
     score + bias in the best groups, renormalised, times routed_scaling_factor. MiniMax2: the same without groups.
@@ -76,7 +76,7 @@ def routing_options(
 
 
 def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any]) -> dict[str, Any]:
-    """Options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids."""
+    """Returns options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids."""
     if routing_replay_out is None:
         return {**routing, "router_logits": routing_logits}
     scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
@@ -92,7 +92,8 @@ def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing
 
 
 def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, Any]:
-    """Options of `moe` for experts that were chosen before: packed as `oxmoe.pack_topk` does, or (ids, weights)."""
+    """Returns options of `moe` for experts that were chosen before: packed as `oxmoe.pack_topk` does, or (ids,
+    weights)."""
     if isinstance(topk_ids, (tuple, list)):
         if len(topk_ids) != 2:
             raise ValueError(f"topk_ids: expected ids and weights, got {len(topk_ids)} tensors")
@@ -108,7 +109,7 @@ def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, An
 
 
 def local_experts(function: str, num_experts: int, local_expert_offset: int, local_num_experts: int) -> dict[str, int]:
-    """Options of `moe` that say which of all experts are held here."""
+    """Returns options of `moe` that say which of all experts are held here."""
     if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
         raise ValueError(
             f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "

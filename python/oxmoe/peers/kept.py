@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def number(value: Tensor | None) -> Tensor | float | None:
+def number(value: Tensor | float | None) -> Tensor | float | None:
     """Returns the number that all experts share, which kernels read faster, or the tensor if they share none."""
-    if value is None or value.numel() == 0:
+    if value is None or isinstance(value, int | float) or value.numel() == 0:
         return value
     numbers = value.tolist()
     return numbers[0] if value.dim() == 1 and all(other == numbers[0] for other in numbers) else value

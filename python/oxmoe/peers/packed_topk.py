@@ -25,10 +25,10 @@ def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         raise ValueError(f"topk_ids: expected shape {list(topk_weights.shape)}, got {list(topk_ids.shape)}")
     if topk_weights.device != topk_ids.device:
         raise ValueError(f"topk_ids: expected device {topk_weights.device} (from topk_weights), got {topk_ids.device}")
-    # Traced code has no numbers, and a GPU's would be waited for.
+    # Traced code has no numbers, and reading a GPU's numbers would wait for it.
     if topk_ids.device.type == "cpu" and not tracing() and bool(((topk_ids < -0x8000) | (topk_ids > 0x7FFF)).any()):
         raise ValueError(f"topk_ids: expected ids from -32768 to 32767, got {topk_ids.min()} to {topk_ids.max()}")
-    # NOTE: int16 has a sign, which would reach into the id.
+    # NOTE: int16 has a sign, whose extension would reach into the id.
     bits = topk_weights.to(torch.bfloat16).resolve_neg().view(torch.int16).to(torch.int32) & 0xFFFF
     return topk_ids.to(torch.int32) << 16 | bits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 # torch's names of compute types, and the names that ExpertWeights has for them.
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2")
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "situ")
 
 # Fields of SGLang's MoeRunnerConfig whose meaning is known: those that are read, and those that describe the layer.
 _CONFIG_FIELDS = frozenset(
@@ -44,7 +45,7 @@ def check_config(config: Any) -> None:
     for name, default in _unknown_fields(type(config)):
         value = getattr(config, name)
         unset = value is default or (default is MISSING and (value is None or value is False))
-        # NOTE: tensors have no truth to compare by.
+        # NOTE: tensors are not compared, because their comparison has no single truth value.
         if not unset and not (isinstance(value, int | float | str | tuple) and value == default):
             raise NotImplementedError(
                 f"moe_runner_config: oxmoe does not know the field {name}, which is {value!r} here (by default "
@@ -70,12 +71,17 @@ def expert_options(
     """Converts SGLang's activation fields to options of ExpertWeights, in SGLang's order of precedence.
 
     gemm1_alpha selects GPT-OSS's form; only there does gate_up_interleaved describe the rows. Otherwise gemm1_limit
-    bounds the gate after its SiLU. Otherwise swiglu_limit (DeepSeek-V4) bounds it before the SiLU.
+    bounds the gate after its SiLU. Otherwise swiglu_limit (DeepSeek-V4) bounds it before the SiLU. Of "situ" (Kimi-K3)
+    gemm1_alpha and gemm1_limit are the two bounds, and rows are halves. Without them b is 4 and up is not bounded.
     """
     if activation not in _ACTIVATIONS:
         served = ", ".join(f'"{name}"' for name in _ACTIVATIONS)
         raise NotImplementedError(f'activation: no kernel for "{activation}"; served are {served}')
     options: dict[str, Any] = {"activation": activation, "gated": is_gated, "layout": "gate_up"}
+    if activation == "situ":
+        if swiglu_limit is not None or gemm1_beta is not None or fuse_swiglu_interleaved:
+            raise ValueError('activation: "situ" takes no gemm1_beta, swiglu_limit and fuse_swiglu_interleaved')
+        return options | {"situ_beta": gemm1_alpha, "situ_linear_beta": gemm1_limit}
     modified = any(value is not None for value in (gemm1_alpha, gemm1_limit, swiglu_limit))
     if modified and not (activation == "silu" and is_gated):
         kind = "gated" if is_gated else "not gated"
@@ -141,7 +147,7 @@ def run(
         b2=b2,
         **expert_options(**activation),
         **blocks,
-        # SGLang scales while it combines: without a combine there is no scale.
+        # SGLang applies the scale in its combine, so it applies none without a combine.
         routed_scaling_factor=1.0 if routed_scaling_factor is None or no_combine else routed_scaling_factor,
         apply_router_weight_on_input=apply_router_weight_on_input,
         no_combine=no_combine,
@@ -221,7 +227,7 @@ def fused_experts(
 
     config = moe_runner_config
     check_config(config)
-    # Fields that a release lacks have the meaning they had before they were fields.
+    # A field that a release lacks gets the value that the release behaves by.
     inplace = getattr(config, "inplace", True)
     no_combine = getattr(config, "no_combine", False)
     if inplace and no_combine:
@@ -247,6 +253,9 @@ def fused_experts(
         "a2_scale": a2_scale,
         "per_tensor": use_fp8_w8a8 and not blocks,
     }
+    if not isinstance(topk_output, Sequence) or len(topk_output) < 2:
+        kind = type(topk_output).__name__
+        raise ValueError(f"topk_output: expected a tuple (topk_weights, topk_ids, ...), got {kind}")
     # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
     operands = (hidden_states, w1, w2, as_float32(topk_output[0]), topk_output[1], b1, b2)
     if not tracing():

@@ -63,7 +63,7 @@ def routing_arguments(topk_output: Any) -> dict[str, Any]:
     if getattr(config, "use_grouped_topk", False):
         arguments.update(num_expert_group=config.num_expert_group, topk_group=config.topk_group)
         if bias is not None:
-            arguments["scoring_func"] = "sigmoid"  # whatever the configuration says: SGLang has no other
+            arguments["scoring_func"] = "sigmoid"  # the configuration does not decide this: SGLang has no other
     return arguments
 
 
@@ -76,7 +76,7 @@ def slots_of(histogram: Tensor, slot_of_place: Tensor, gates: Tensor, top_k: int
     slots = slot_of_place.numel()
     places = torch.arange(slots, device=slot_of_place.device)
     experts = torch.searchsorted(histogram.cumsum(0), places, right=True).int()
-    # Places without a slot write behind the end.
+    # Places without a slot write to an element behind the end.
     index = torch.where(slot_of_place < 0, slots, slot_of_place).long()
     ids = experts.new_full((slots + 1,), -1).index_copy_(0, index, experts)
     weights = torch.zeros(slots + 1, device=gates.device).index_copy_(0, index, gates.float())

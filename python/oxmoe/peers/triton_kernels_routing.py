@@ -40,7 +40,7 @@ class RaggedTensorMetadata:
 
     slice_sizes: Tensor  # [E]: rows of each expert
     slice_offs: Tensor  # [E + 1]: first row of each expert, then the number of rows
-    block_offs_data: Tensor  # [4, E + 1]: the same in blocks
+    block_offs_data: Tensor  # [4, E + 1]: first block of each expert, then the number of blocks
     block_schedule_data: Tensor  # [4, max_n_blocks]: block << 16 | expert, -1 after the last
 
     @property

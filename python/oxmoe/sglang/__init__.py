@@ -12,12 +12,16 @@ import importlib.metadata
 import logging
 import multiprocessing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from oxmoe import profiling
+from oxmoe import deprecation, profiling
 from oxmoe.hopper import untried
 from oxmoe.sglang import capabilities, server, setting
 from oxmoe.sglang.dispatch import Dispatch, dispatch_dtype
 from oxmoe.sglang.setting import SETTING
+
+if not TYPE_CHECKING:
+    __getattr__ = deprecation.lookup(__name__)
 
 __all__ = [
     "SETTING",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 logger = logging.getLogger(__name__)
-# A layer that runs this often has been through two passes of its model at least, also where each is cut in two halves.
+# A layer that ran this often has been through two passes of its model at least, even if each pass is cut in two halves.
 PASSES = 3
 
 
@@ -33,9 +33,9 @@ class _Layer:
         self.runs += 1
 
 
-# By the address of a layer's MoeRunnerConfig, which is the layer's own and comes with each of its calls.
+# Layers by the address of their MoeRunnerConfig, which is the layer's own and comes with each of its calls.
 _known: dict[int, _Layer] = {}
-# Those of `_known` that have run less than PASSES times.
+# Layers of `_known` that have run less than PASSES times.
 _watched: dict[int, _Layer] = {}
 _told: set[int] = set()
 

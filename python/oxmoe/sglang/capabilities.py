@@ -62,7 +62,7 @@ def is_new(version: str) -> bool:
     return order(version) > order(LAST)
 
 
-# What a release has
+# The features that a release has
 
 
 def has_cores() -> bool:
@@ -211,11 +211,11 @@ def _type(annotation: ast.expr | None) -> Any:
     raise ValueError(f"it has the annotation {ast.unparse(annotation)}")
 
 
-# What a release must have
+# The names that a release must have
 
 
-# Part of a swap -> module, or "module:Class" -> names. Where oxmoe only looks for a name, and takes its absence for an
-# older release or a server without the feature, nothing else would say that SGLang has renamed it.
+# Part of a swap -> module, or "module:Class" -> names. For some names oxmoe only looks, and takes their absence for an
+# older release or a server without the feature. Nothing else would then say that SGLang has renamed them.
 NEEDS: dict[str, dict[str, str]] = {
     "moe": {
         "srt.layers.quantization": "QUANTIZATION_METHODS",
@@ -302,7 +302,7 @@ def missing(parts: tuple[str, ...]) -> list[str]:
 
 
 def _other_operators() -> list[str]:
-    """Operators that take other parameters than oxmoe's."""
+    """Returns the operators that take other parameters than oxmoe's."""
     operators = _operators()
     lacking = []
     for name, expected in PARAMETERS.items():

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A library's operators live as long as it does.
+# The libraries that define the operators, held because an operator lives only as long as its library.
 _libraries: list[torch.library.Library] = []
 _defined: set[str] = set()
 _workspaces: dict[tuple[Any, ...], AllReduceFusionWorkspace] = {}
-# Captured graphs may use them still.
+# Workspaces that were replaced. Captured graphs may still use them.
 _outgrown: list[AllReduceFusionWorkspace] = []
 _spans_hosts: dict[str, bool] = {}
 
@@ -70,7 +70,7 @@ def group_of(use_attn_tp_group: bool) -> Any:
 
     if hasattr(fusion, "resolve_fusion_group"):
         return fusion.resolve_fusion_group(use_attn_tp_group=use_attn_tp_group)[2]
-    # Older releases have no such function: the choice of their ensure_workspace_initialized.
+    # Older releases have no such function, so this makes the choice of their ensure_workspace_initialized.
     if use_attn_tp_group:
         return fusion.get_attn_tp_group()
     if hasattr(fusion, "get_moe_expert_parallel_world_size"):
@@ -195,7 +195,7 @@ def _plain(tensor: Tensor, group_name: str) -> Tensor:
         raise ValueError(f"group {group_name} is destroyed")
     if spans_hosts(group):
         return _sum_over_hosts(tensor, group)
-    # SGLang's own bound for it, so that graphs of few tokens need no workspace that grows.
+    # The size is SGLang's own bound for this operator, so that graphs of few tokens need no workspace that grows.
     workspace = _workspace(group, 2048, tensor)
     return allreduce_fusion(tensor, workspace, AllReduceFusionPattern.kAllReduce, output=torch.empty_like(tensor))
 

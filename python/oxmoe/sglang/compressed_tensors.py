@@ -20,7 +20,7 @@ from oxmoe.sglang import formats, int4, int4_schemes
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
-# Older releases have NVFP4 layers, of linear ones too, for Blackwell alone.
+# Older releases have NVFP4 layers, also linear ones, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
 KINDS = "fp8, NVFP4 and int4" if _WEIGHT_ONLY_NVFP4 else "fp8 and int4"
 SERVED = f"fp8 with a scale a tensor, a channel or a [{BLOCK}, {BLOCK}] block, {int4_schemes.SERVED}" + (
@@ -89,7 +89,7 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
             layer.w2_weight_packed.data,
             layer.w13_weight_scale.data,
             layer.w2_weight_scale.data,
-            # Here the checkpoint has what it was multiplied by.
+            # Here the checkpoint has the factor that multiplied the numbers, so its reciprocal dequantises them.
             1 / layer.w13_weight_global_scale.data,
             1 / layer.w2_weight_global_scale.data,
             **options,

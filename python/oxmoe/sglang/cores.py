@@ -126,7 +126,7 @@ def install_oxmoe() -> str:
     )
     return (
         f"MoE runner and quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of "
-        f"{compressed_tensors.KINDS}, AWQ, GPTQ, ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
+        f"{compressed_tensors.KINDS}, AWQ, GPTQ, W4AFP8, ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

@@ -112,7 +112,7 @@ def tell_dispatcher(layer: Any, weights_format: str, version: str) -> None:
     dtype = dispatched(weights_format, version)
     if dtype is None:
         return
-    # The key of newer releases, and that of older ones.
+    # Newer releases read the first key, and older ones the second.
     layer.dispatcher.set_quant_config({"dispatcher_output_dtype": dtype, "bf16_dispatch": dtype == "bf16"})
 
 

@@ -49,7 +49,7 @@ class _Parameters(FusedMoEMethodBase):
         ):
             codes = torch.zeros(*size[:2], size[2] // 2, dtype=torch.int8)
             scales = torch.ones(*size[:2], size[2] // BLOCK, dtype=_E8M0)
-            # By this word SGLang's loader cuts scales as it cuts weights.
+            # The word "block" tells SGLang's loader to cut scales as it cuts weights.
             for suffix, tensor, more in (
                 ("weight", codes, {}),
                 ("weight_scale_inv", scales, {"quant_method": "block"}),
@@ -112,7 +112,7 @@ def _loader(layer: torch.nn.Module, load: Callable[..., Any]) -> Callable[..., A
         kept = _codes(loaded_weight)
         if param is layer.w13_weight_scale_inv or param is layer.w2_weight_scale_inv:
             kept = _scales(layer, param, loaded_weight, str(given.get("weight_name")), given.get("shard_id"))
-        # Also where codes come: SGLang writes a fused shared expert's scales with them.
+        # This is done for codes, too: SGLang writes a fused shared expert's scales with them.
         _view_scales(layer, _E8M0)
         return load(param, kept, *arguments, **named)
 
@@ -125,7 +125,8 @@ def _codes(loaded: Tensor) -> Tensor:
 
 def _scales(layer: Any, parameter: Tensor, loaded: Tensor, name: str, shard: str | None) -> Tensor:
     """Converts a checkpoint's scales to E8M0. Raises ValueError if that would change a number."""
-    # Ranks cut neither the columns of w13 nor the rows of w2. Others are a fused shared expert's, of fp8 blocks.
+    # Ranks cut neither the columns of w13 nor the rows of w2. Scales of another size are a fused shared expert's, of
+    # fp8 blocks.
     whole = -2 if shard == "w2" else -1
     if loaded.dim() < 2 or loaded.shape[whole] != parameter.shape[whole] or loaded.dtype == _E8M0:
         return loaded

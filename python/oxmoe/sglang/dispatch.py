@@ -27,7 +27,7 @@ class Dispatch(NamedTuple):
     options: dict[str, bool]  # keyword arguments of DeepEP's low_latency_dispatch that say so
 
 
-# --moe-a2a-backend: mode -> layout, and the only dtype where there is only one.
+# --moe-a2a-backend: mode -> layout. `_ALWAYS` has the dtype of a backend that has only one.
 _LAYOUTS: dict[str, dict[str, str]] = {
     "none": {"": STANDARD},
     "deepep": {"normal": TOKENS, "low_latency": MASKED},
@@ -36,7 +36,8 @@ _LAYOUTS: dict[str, dict[str, str]] = {
     "pplx": {"low_latency": MASKED},
 }
 _ALWAYS = {"mooncake": "fp8"}
-# The release that a name came with, where it is not the first that is served: also of all-to-alls and runners below.
+# Name -> the release that it came with, if it is not in the first release that is served. This also covers the
+# all-to-alls and runners below.
 _SINCE = {
     "ascend_tp": "0.5.16",
     "humming": "0.5.16",
@@ -73,9 +74,9 @@ _RUNNERS: dict[str, dict[str, str | dict[str, str]]] = {
 }
 # From the first of these releases until the second SGLang sent W4AFP8's tokens as bf16 in both modes.
 _W4AFP8_AS_BF16 = ("0.5.13", "0.5.16")
-_MODES = {"flashinfer_cutedsl": "low_latency"}  # of runners that take one alone
+_MODES = {"flashinfer_cutedsl": "low_latency"}  # the only mode of a runner
 _CALLS = {STANDARD: "oxmoe.moe", TOKENS: "oxmoe.moe", MASKED: "oxmoe.moe_masked"}
-# By which DeepEP is told a dtype, and those of fp8 alone, which give int32 scales whatever the dtype is.
+# The options that tell DeepEP a dtype, and the options of fp8 alone, which give int32 scales whatever the dtype is.
 _SENT = {"bf16": {"use_fp8": False}, "fp8": {"use_fp8": True}, "nvfp4": {"use_fp8": False, "use_nvfp4": True}}
 _OF_FP8 = ("round_scale", "use_ue8m0")
 
@@ -109,7 +110,7 @@ def dispatch_dtype(
     options: Mapping[str, Any] | None = None,
     version: str = capabilities.LAST,
 ) -> Dispatch:
-    """Returns how tokens must reach a MoE runner: layout, dtype, oxmoe's call for them, and DeepEP's options.
+    """Says how tokens must reach a MoE runner: layout, dtype, oxmoe's call for them, and DeepEP's options.
 
     a2a_backend and runner_backend: names of SGLang's --moe-a2a-backend and --moe-runner-backend, or the runner
     "oxmoe"; weights: the experts' format ("bf16", "fp8_block", "fp8_tensor", "mxfp4", "mxfp8", "nvfp4",
@@ -130,7 +131,10 @@ def dispatch_dtype(
     if a2a_backend not in known:
         raise ValueError(f"a2a_backend: SGLang {version} has {', '.join(known)}; got {a2a_backend!r}")
     if a2a_backend in _UNSERVED:
-        raise NotImplementedError(f"--moe-a2a-backend {a2a_backend}: not served: {_UNSERVED[a2a_backend]}")
+        served = ", ".join(name for name in _LAYOUTS if _has(version, name))
+        raise NotImplementedError(
+            f"--moe-a2a-backend {a2a_backend}: not served: {_UNSERVED[a2a_backend]}; start with one of {served}"
+        )
     mode = _mode(a2a_backend, mode)
     layout = _LAYOUTS[a2a_backend][mode]
     where = f"--moe-a2a-backend {a2a_backend}{f' ({mode})' if mode else ''}"
@@ -157,8 +161,10 @@ def dispatch_dtype(
             raise ValueError(f"nvfp4: only of nvfp4 weights behind deepep (low_latency), got {weights} behind {where}")
         dtype = "nvfp4"
     if dtype != _ALWAYS.get(a2a_backend, dtype):
+        others = ", ".join(name for name in _LAYOUTS if name not in _ALWAYS and _has(version, name))
         raise ValueError(
-            f"{where} always sends {_ALWAYS[a2a_backend]}, but {runner_backend} with {weights} weights needs {dtype}"
+            f"{where} always sends {_ALWAYS[a2a_backend]}, but {runner_backend} with {weights} weights needs {dtype}; "
+            f"start with another --moe-a2a-backend ({others})"
         )
     result = Dispatch(layout, dtype, _CALLS[layout], dict(_SENT[dtype]) if layout == MASKED else {})
     if options is not None:

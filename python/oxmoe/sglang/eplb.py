@@ -13,8 +13,8 @@ from oxmoe import ExpertWeights
 from oxmoe.sglang import server
 
 _MEND = "start without --enable-eplb"
-# Runners of which oxmoe keeps copies of a layer's weights.
-PREFIX = "oxmoe_"  # of the names of parameters that no checkpoint fills
+PREFIX = "oxmoe_"  # prefix of the names of parameters that no checkpoint fills
+# Runners whose layers oxmoe runs on copies of the weights.
 COPIED = ("triton_kernel", "flashinfer_mxfp4")
 
 

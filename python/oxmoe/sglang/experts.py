@@ -32,11 +32,12 @@ SERVED = (
 
 @dataclass(frozen=True)
 class _Kind:
-    """What oxmoe knows of one type of quant_info."""
+    """The properties of one type of quant_info."""
 
-    fields: frozenset[str]  # those that are read; another one that is set is a format that is not served
-    tensors: Callable[[Any], list[Any]]  # what the weights are made of
-    # Of quant_info, runner configuration, columns of the input, and whether rows of w13 are [up; gate].
+    fields: frozenset[str]  # the fields that are read; another one that is set is a format that is not served
+    tensors: Callable[[Any], list[Any]]  # the tensors that the weights are made of
+    # Makes the weights of quant_info, runner configuration, columns of the input, and whether rows of w13 are [up;
+    # gate].
     make: Callable[[Any, Any, int | None, bool], ExpertWeights]
     inplace: bool = False  # whether the configuration's `inplace` counts
     global_ids: bool = False  # top-k ids are of all ranks' experts
@@ -44,7 +45,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class Handover:
-    """What SGLang does with a layer besides what its MoeRunnerConfig says.
+    """The steps that SGLang takes with a layer and that its MoeRunnerConfig does not tell.
 
     Unless `capabilities.layer_decides()`, the layer's loader, top-k and dispatcher follow the server's
     --moe-runner-backend, whichever method the layer has.
@@ -114,8 +115,8 @@ def _triton(info: Any, config: Any, columns: int | None, up_first: bool) -> Expe
 
 
 def _deep_gemm(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
-    if config.gemm1_alpha is not None:
-        # GPT-OSS: its layers have biases, which DeepGEMM's quant_info leaves out.
+    if config.gemm1_alpha is not None and config.activation != "situ":
+        # GPT-OSS's layers have biases, which DeepGEMM's quant_info leaves out.
         raise NotImplementedError(
             "oxmoe: --moe-runner-backend deep_gemm hands over no biases, and experts with gemm1_alpha have them; use "
             "--moe-runner-backend triton_kernel or --quantization oxmoe"
@@ -128,7 +129,12 @@ def _deep_gemm(info: Any, config: Any, columns: int | None, up_first: bool) -> E
 
 def _triton_kernels(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     biases = {"w13_bias": info.w13_bias, "w2_bias": info.w2_bias}
-    if len({bias is None for bias in biases.values()}) != 1 or (info.w13_bias is None) != (config.gemm1_alpha is None):
+    if config.activation == "situ" and info.w13_precision_config is not None:
+        raise NotImplementedError(
+            "oxmoe: MXFP4 experts of --moe-runner-backend triton_kernel have no SiTU; choose another"
+        )
+    plain = config.gemm1_alpha is None or config.activation == "situ"
+    if len({bias is None for bias in biases.values()}) != 1 or (info.w13_bias is None) != plain:
         given = [name for name, bias in biases.items() if bias is not None]
         raise NotImplementedError(
             f"oxmoe: TritonKernelsQuantInfo with {', '.join(given) or 'no bias'} and gemm1_alpha {config.gemm1_alpha}; "
@@ -149,24 +155,32 @@ def _triton_kernels(info: Any, config: Any, columns: int | None, up_first: bool)
             gemm1_alpha=config.gemm1_alpha,
             gemm1_clamp_limit=config.gemm1_clamp_limit,
         )
-    # [E, H, 2I] and [E, I, H] here: made rows again, in memory of their own.
+    # Weights are [E, H, 2I] and [E, I, H] here, so they are transposed back into memory of their own.
     w13, w2 = (weight.transpose(1, 2).contiguous() for weight in (info.w13_weight, info.w2_weight))
     return expert_weights(w13, w2, b13=info.w13_bias, b2=info.w2_bias, **activation(config))
 
 
 def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: bool) -> ExpertWeights:
     padded = 2 * info.w13_weight.shape[-1] * info.w13_weight.element_size()
+    name = "SwigluStep" if getattr(info, "use_swiglu_step", False) else "Swiglu"
+    numbers = {"swiglu_alpha": info.swiglu_alpha, "swiglu_beta": info.swiglu_beta, "swiglu_limit": info.swiglu_limit}
+    if config.activation == "situ":
+        # SGLang's own call leaves the activation out, so it would compute SwiGLU.
+        options = activation(config)
+        if options["situ_linear_beta"] is None:
+            raise NotImplementedError(
+                "oxmoe: --moe-runner-backend flashinfer_mxfp4 serves no SiTU without a bound of up"
+            )
+        name, numbers = "Situ", {option: options[option] for option in ("situ_beta", "situ_linear_beta")}
     return prepare_cutlass_fused_moe(
         info.w13_weight,
         info.w2_weight,
         (info.w13_weight_scale, info.w2_weight_scale),
         info.w13_bias,
         info.w2_bias,
-        info.swiglu_alpha,
-        info.swiglu_beta,
-        info.swiglu_limit,
         tp_rank=_placed(info, config, "moe_tp_rank"),
-        activation_type="SwigluStep" if getattr(info, "use_swiglu_step", False) else "Swiglu",
+        activation_type=name,
+        **numbers,
         hidden_size=None if columns == padded else columns,
     )
 
@@ -181,7 +195,8 @@ def _memory(*tensors: Any) -> list[Any]:
     return [getattr(getattr(tensor, "storage", None), "data", tensor) for tensor in tensors]
 
 
-# From 0.5.13 on; named FlashInferMxfp4CutlassMoeQuantInfo before 0.5.15, and with its rank's place before 0.5.22.
+# This quant_info exists from 0.5.13 on. It is named FlashInferMxfp4CutlassMoeQuantInfo before 0.5.15, and has its
+# rank's place before 0.5.22.
 _CUTLASS_MXFP4 = _Kind(
     frozenset({"w13_weight", "w2_weight", "w13_weight_scale", "w2_weight_scale", "w13_bias", "w2_bias"})
     | {"swiglu_alpha", "swiglu_beta", "swiglu_limit", "use_swiglu_step", "padded_hidden"}
@@ -220,7 +235,7 @@ def _kind(info: Any) -> _Kind:
     name = type(info).__name__
     if name not in _KINDS:
         raise NotImplementedError(f"oxmoe: no kernel for {name}; {SERVED}")
-    # NOTE: looked at one by one, so that a format which SGLang adds as a field is refused and not misread.
+    # NOTE: fields are looked at one by one, so that a format which SGLang adds as a field is refused and not misread.
     given = {field.name: getattr(info, field.name) for field in fields(info) if field.name not in _KINDS[name].fields}
     used = [field for field, value in given.items() if value is not None and value is not False]
     if used:
@@ -252,7 +267,8 @@ class Experts:
         if type(quant_info).__name__ not in _KINDS:
             _kind(quant_info)
         tensors = _KINDS[type(quant_info).__name__].tensors(quant_info)
-        # NOTE: addresses, not tensor objects: SGLang gives a parameter other memory by assigning its `.data`.
+        # NOTE: addresses tell tensors apart, not objects: SGLang gives a parameter other memory by assigning its
+        # `.data`.
         identity = tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
         if self._weights is not None and identity == self._made_for:
             return self._weights
@@ -289,7 +305,7 @@ class Experts:
         if self._kind.global_ids:
             if x.shape[0] == 0:
                 return x
-            # Such layers' factor is in their top-k weights.
+            # The top-k weights of such layers contain the factor.
             ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
             return moe(x, weights, **routing(topk_output, config.layer_id), **ranks, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
@@ -319,9 +335,10 @@ def _choices_are_observed() -> bool:
 
 
 def routing(topk_output: Any, layer_id: int | None = None) -> dict[str, Any]:
-    """The top-k result as arguments of `moe`; NotImplementedError for a form that has no weights and ids.
+    """Returns the top-k result as arguments of `moe`. Raises NotImplementedError for a form that has no weights and
+    ids.
 
-    A BypassedTopKOutput that SGLang observes is chosen from by SGLang, which records it, for this layer.
+    If SGLang observes the choice, SGLang chooses from a BypassedTopKOutput for this layer, and records it.
     """
     forms = ("topk_ids", "topk_config", "routing_data", "a_ragged_metadata")
     if not any(hasattr(topk_output, form) for form in forms):
@@ -355,14 +372,14 @@ def run_local(
             "StandardTopKOutput"
         )
     scale = None if handover.scaled else config.routed_scaling_factor
-    # Without a combine nothing is reduced.
+    # Without a combine nothing is reduced, so the output needs no symmetric memory.
     out = x if inplace else None if config.no_combine else symmetric.output_like(x)
     return moe(
         x,
         weights,
         **routing(topk_output, config.layer_id),
         **ranks,
-        # SGLang scales while it combines: without a combine there is no scale.
+        # SGLang applies the scale in its combine, so it applies none without a combine.
         routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,
         apply_router_weight_on_input=config.apply_router_weight_on_input,
         no_combine=config.no_combine,

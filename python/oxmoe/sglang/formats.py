@@ -12,8 +12,10 @@ from oxmoe.sglang import int4_schemes
 
 FP8_BLOCK = 128  # rows and columns of one fp8 scale
 NVFP4_BLOCK = 16  # weights of one NVFP4 scale
-COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of such a checkpoint
-# Of hidden_size, and of a rank's intermediate_size, as `oxmoe.explain` has them. SGLang's layers of MXFP4 round up.
+MXFP4_BLOCK = 32  # weights of one MXFP4 scale
+COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of a compressed-tensors checkpoint
+# Format -> multiples of hidden_size and of a rank's intermediate_size that kernels need, as `oxmoe.explain` has them.
+# SGLang's layers of MXFP4 round up.
 MULTIPLES = {
     "fp8_block": (FP8_BLOCK, FP8_BLOCK),
     "fp8_tensor": (FP8_BLOCK, 16),
@@ -46,8 +48,14 @@ def check_sizes(format: str, hidden_size: int, intermediate_size: int, *, of: st
 def served_fp8(checkpoint: dict[str, Any] | None) -> bool:
     """Whether a checkpoint's quantization_config is MXFP8, or fp8 with a scale a matrix or a 128 x 128 block."""
     config = checkpoint or {}
-    blocks = config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
-    return config.get("quant_method") == "mxfp8" or (config.get("quant_method") == "fp8" and blocks)
+    if config.get("quant_method") == "mxfp8":
+        return not has_other_experts(config)
+    return config.get("quant_method") == "fp8" and config.get("weight_block_size") in (None, [FP8_BLOCK, FP8_BLOCK])
+
+
+def has_other_experts(checkpoint: dict[str, Any]) -> bool:
+    """Whether an MXFP8 quantization_config says that its experts have another format, as MiniMax-M3.1's in NVFP4."""
+    return bool(checkpoint.get("moe_quant_algo") or checkpoint.get("moe_quant_format"))
 
 
 def is_hybrid(checkpoint: dict[str, Any]) -> bool:
@@ -57,8 +65,8 @@ def is_hybrid(checkpoint: dict[str, Any]) -> bool:
 
 
 def compressed_kind(weights: Any) -> str | None:
-    """Returns "fp8" or "nvfp4" for the weights of a config_group. It is None for other weights, and for malformed
-    entries."""
+    """Returns "fp8", "nvfp4" or "mxfp4" for the weights of a config_group. It is None for other weights, and for
+    malformed entries. "mxfp4" is served in Kimi-K3 alone, by a runner of SGLang's."""
     given = weights if isinstance(weights, dict) else {}
     if given.get("type") != "float":
         return None
@@ -66,6 +74,8 @@ def compressed_kind(weights: Any) -> str | None:
     if given.get("num_bits") == 8:
         blocks = strategy == "block" and given.get("block_structure") == [FP8_BLOCK, FP8_BLOCK]
         return "fp8" if blocks or strategy in ("tensor", "channel") else None
+    if given.get("num_bits") == 4 and strategy == "group" and given.get("group_size") == MXFP4_BLOCK:
+        return "mxfp4"
     nvfp4 = given.get("num_bits") == 4 and strategy == "tensor_group" and given.get("group_size") == NVFP4_BLOCK
     return "nvfp4" if nvfp4 else None
 
@@ -82,7 +92,8 @@ def compressed_served(checkpoint: dict[str, Any], *, nvfp4: bool) -> bool:
 
 
 def _kind_of_group(group: Any) -> str | None:
-    """ "int4" is of integers that are not served, too: the layer that has them refuses them by name."""
+    """Returns the kind of a config_group. It is "int4" for integers that are not served, too: the layer that has them
+    refuses them by name."""
     if int4_schemes.is_packed(group):
         return "int4"
     return compressed_kind(group.get("weights") if isinstance(group, dict) else None)

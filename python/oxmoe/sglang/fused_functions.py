@@ -42,7 +42,8 @@ __all__ = [
 
 FUSION_FLAG = capabilities.fusion_flag()
 
-# A fused function is called with its layer's configuration, an object of its own in each layer.
+# Layers by the address of their configuration. A fused function is called with it, and each layer has an object of its
+# own.
 _layers: dict[int, tuple[weakref.ref[MoeRunnerConfig], Experts]] = {}
 
 
@@ -51,7 +52,7 @@ def experts_of(config: MoeRunnerConfig) -> Experts:
     known = _layers.get(id(config))
     if known is not None and known[0]() is config:
         return known[1]
-    # Not every release refuses it for fused functions, and a combine would wait for ever.
+    # Not every release refuses an overlap for fused functions, and its combine would wait for ever.
     deepep.refuse_overlap()
     key = id(config)
     experts = Experts()
@@ -83,7 +84,7 @@ def install_oxmoe() -> str:
     modelopt.register(unquantized=OxmoeUnquantizedFusedMoEMethod, blocks=OxmoeFp8MoEMethod, mxfp8=OxmoeMxfp8MoEMethod)
     return (
         f"quantization {NAME!r}: MXFP4, MXFP8 and fp8 checkpoints, compressed-tensors of fp8 and int4, AWQ, GPTQ, "
-        f"ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
+        f"W4AFP8, ModelOpt's, and bf16 and f16 ones with --quantization {NAME}"
     )
 
 

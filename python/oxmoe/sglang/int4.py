@@ -1,9 +1,10 @@
-"""Runs the experts of int4 checkpoints in SGLang on oxmoe: pack-quantized ones of compressed-tensors, AWQ's and
-GPTQ's.
+"""Runs the experts of int4 checkpoints in SGLang on oxmoe: pack-quantized ones of compressed-tensors, AWQ's, GPTQ's
+and W4AFP8's.
 
 The parameters are the checkpoint's tensors as they lie there, under the names that SGLang's loader looks for. There
 is no copy for Marlin. AWQ and GPTQ have configurations of their own here. They replace SGLang's "awq_marlin" and
-"gptq_marlin" in its registry of quantizations. Linear layers keep SGLang's methods.
+"gptq_marlin" in its registry of quantizations, and "w4afp8" is replaced in the same way. Linear layers keep SGLang's
+methods.
 """
 
 from __future__ import annotations
@@ -17,17 +18,18 @@ from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase, QuantizationConfig, QuantizeMethodBase
 from sglang.srt.layers.quantization.gptq import GPTQConfig
+from sglang.srt.layers.quantization.w4afp8 import W4AFp8Config
 from sglang.srt.utils import set_weight_attrs
 from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.formats.int4 import Matrix, from_awq, from_gptq, from_pack_quantized
-from oxmoe.sglang import eplb, int4_schemes
+from oxmoe.sglang import deepep, eplb, int4_schemes, sglang_version
 from oxmoe.sglang.int4_schemes import Scheme
 from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
 
 _WORD = 8  # codes of an int32
-_ABSENT = -1  # in a g_idx that no checkpoint has filled
+_ABSENT = -1  # an entry of a g_idx that no checkpoint has filled
 _MARLIN = ("awq_marlin", "gptq_marlin")
 
 
@@ -46,6 +48,7 @@ _NAMES = {
     int4_schemes.PACK_QUANTIZED: _Names("weight_packed", "weight_scale", "weight_zero_point"),
     "awq": _Names("qweight", "scales", "qzeros"),
     "gptq": _Names("qweight", "scales", "qzeros", "g_idx"),
+    int4_schemes.W4AFP8: _Names("weight", "weight_scale_inv", ""),
 }
 
 
@@ -53,6 +56,8 @@ def _shapes(layout: str, rows: int, columns: int, groups: int) -> tuple[list[int
     """Returns the shapes of a matrix's codes, scales and zero points."""
     if layout == int4_schemes.PACK_QUANTIZED:
         return [rows, columns // _WORD], [rows, groups], [rows // _WORD, groups]
+    if layout == int4_schemes.W4AFP8:
+        return [rows, columns // 2], [rows, groups], []
     codes = [columns, rows // _WORD] if layout == "awq" else [columns // _WORD, rows]
     return codes, [groups, rows], [groups, rows // _WORD]
 
@@ -87,7 +92,7 @@ class _Parameters(FusedMoEMethodBase):
         of_w13, of_w2 = int4_schemes.groups_of(scheme, hidden_size, intermediate, layer.moe_tp_size)
         if "weight_loader" in attributes:
             attributes["weight_loader"] = _spread(attributes["weight_loader"])
-        attributes["is_transposed"] = transposed = scheme.layout != int4_schemes.PACK_QUANTIZED
+        attributes["is_transposed"] = transposed = scheme.layout in int4_schemes.METHODS
         attributes["quant_method"] = "channel" if scheme.group is None else "group"
 
         def add(name: str, parameter: Tensor, **more: Any) -> None:
@@ -101,7 +106,8 @@ class _Parameters(FusedMoEMethodBase):
         ):
             codes, scales, zeros = _shapes(scheme.layout, rows, columns, columns // (group or columns))
             spread = ((scheme.group or 1) // (group or 1), 0 if transposed else 1)
-            add(f"{name}_{names.codes}", torch.zeros(num_experts, *codes, dtype=torch.int32))
+            word = torch.int8 if scheme.layout == int4_schemes.W4AFP8 else torch.int32
+            add(f"{name}_{names.codes}", torch.zeros(num_experts, *codes, dtype=word))
             add(f"{name}_{names.scales}", torch.zeros(num_experts, *scales, dtype=params_dtype), oxmoe_spread=spread)
             if scheme.zeros or scheme.layout == "gptq":
                 # Symmetric checkpoints of GPTQ have them, too.
@@ -154,7 +160,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
         (w13, w13_scale, w13_zeros), (w2, w2_scale, w2_zeros) = (self.matrix(layer, name) for name in ("w13", "w2"))
-        if not w13.is_cuda and self.scheme.layout != int4_schemes.PACK_QUANTIZED:
+        if not w13.is_cuda and self.scheme.layout in int4_schemes.METHODS:
             w13, w2 = self._turn(layer, "w13", w13), self._turn(layer, "w2", w2)
             self.turned = True
         self._zeros = {} if w13_zeros is None or w13.is_cuda else {"w13_zeros": w13_zeros, "w2_zeros": w2_zeros}
@@ -179,7 +185,59 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
             self.updates.finish(derived=True)
 
 
+class OxmoeW4AFp8MoEMethod(OxmoeInt4MoEMethod):
+    """The method for the experts of a W4AFP8 checkpoint, with bf16 activations.
+
+    Two codes in two's complement lie in an int8, the lower column in the lower four bits. They become codes from 0 to
+    15 in their own memory. The checkpoint also has a scale for the e4m3 activations of each expert. It is not used:
+    activations stay bf16, which is nearer to the model in fp32.
+    """
+
+    def create_weights(self, layer: torch.nn.Module, num_experts: int, *sizes: Any, **attributes: Any) -> None:
+        # This runs before a checkpoint is read: an all-to-all that brings other tokens than bf16 is refused by name.
+        deepep.dispatched("int4", sglang_version())
+        if not layer.moe_runner_config.is_gated:
+            raise NotImplementedError("oxmoe: W4AFP8 experts without a gate are not served")
+        super().create_weights(layer, num_experts, *sizes, **attributes)
+        for name in ("w13_input_scale", "w2_input_scale"):
+            # SGLang's models look for a parameter of this name for each scale that a checkpoint has.
+            parameter = torch.nn.Parameter(torch.ones(num_experts, dtype=torch.bfloat16), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {**attributes, "weight_loader": _ignore})
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Also raises ValueError for another checkpoint that SGLang takes for W4AFP8: older releases do so with each
+        mixture of ModelOpt's."""
+        written = self.updates.written()
+        missing = {"w13_weight_scale_inv", "w2_weight_scale_inv"} - written
+        if missing and written & {"w13_weight", "w2_weight"}:
+            raise ValueError(
+                f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint's experts have no "
+                f"{' and no '.join(sorted(missing))}, so they are not W4AFP8; serve this model without moe"
+            )
+        super().process_weights_after_loading(layer)
+
+    def matrix(self, layer: Any, name: str) -> Matrix:
+        codes = getattr(layer, f"{name}_{self.names.codes}").data.view(torch.uint8)
+        codes.bitwise_xor_(0x88)
+        self.turned = True
+        return codes, getattr(layer, f"{name}_{self.names.scales}").data, None
+
+
+def _ignore(*_: Any, **__: Any) -> None:
+    """Stands for the weight_loader of a parameter whose contents are not used."""
+
+
 # Configurations
+
+
+class OxmoeW4AFp8Config(W4AFp8Config):
+    """SGLang's configuration of a W4AFP8 checkpoint, under its own name. Its MoE layers run on oxmoe."""
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, FusedMoE):
+            return super().get_quant_method(layer, prefix)  # type: ignore[no-any-return]
+        return OxmoeW4AFp8MoEMethod(Scheme(int4_schemes.W4AFP8, self.group_size, False))
 
 
 class _Int4Experts:
@@ -197,12 +255,27 @@ class _Int4Experts:
         self.checkpoint = checkpoint
         return self
 
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Returns SGLang's dtypes, and bf16, which the experts need."""
+        return [*dict.fromkeys([*super().get_supported_act_dtypes(), torch.bfloat16])]  # type: ignore[misc]
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, FusedMoE):
-            return super().get_quant_method(layer, prefix)  # type: ignore[misc,no-any-return]
+            return self._linear(super().get_quant_method(layer, prefix), prefix)  # type: ignore[misc]
         if int4_schemes.skips(self.checkpoint, prefix):
             return self.unquantized()  # type: ignore[no-any-return]
         return OxmoeInt4MoEMethod(int4_schemes.of_checkpoint(self.checkpoint))
+
+    def _linear(self, method: QuantizeMethodBase | None, prefix: str) -> QuantizeMethodBase | None:
+        """Returns SGLang's method of a linear layer. Raises NotImplementedError if it has no kernels for bf16."""
+        plain = method is None or type(method).__name__.startswith("Unquantized")
+        if plain or torch.bfloat16 in super().get_supported_act_dtypes():  # type: ignore[misc]
+            return method
+        name = str(self.checkpoint.get("quant_method", "")).upper()
+        raise NotImplementedError(
+            f"oxmoe: {prefix} is a linear layer of {name}, for which SGLang has kernels of f16 alone here, and oxmoe's "
+            f"experts need bf16; serve this model without moe, or a checkpoint that leaves its linear layers unquantised"
+        )
 
 
 _made: dict[tuple[Any, Any], Any] = {}
@@ -220,7 +293,10 @@ def _of(base: Any, unquantized: Any) -> Any:
 
 
 def install(unquantized: Any) -> None:
-    """Replaces SGLang's configurations for Marlin, which claim such checkpoints, by ones whose experts run on oxmoe."""
+    """Replaces SGLang's configurations of W4AFP8, and those for Marlin, which claim AWQ's and GPTQ's checkpoints, by
+    ones whose experts run on oxmoe."""
+    if int4_schemes.W4AFP8 in QUANTIZATION_METHODS:
+        QUANTIZATION_METHODS[int4_schemes.W4AFP8] = OxmoeW4AFp8Config
     for name in _MARLIN:
         if name in QUANTIZATION_METHODS:
             QUANTIZATION_METHODS[name] = _of(QUANTIZATION_METHODS[name], unquantized)
@@ -250,6 +326,6 @@ def from_config(config: dict[str, Any], unquantized: Any) -> QuantizationConfig:
     if fits:
         base = marlin
     else:
-        # Newer releases have the class, but no place for it where they have no linear layers in f16.
+        # Newer releases have the class, but do not register it if they have no linear layers in f16.
         base = get_quantization_config(method) if method in QUANTIZATION_METHODS else GPTQConfig
     return _of(base, unquantized).from_config(config)  # type: ignore[no-any-return]

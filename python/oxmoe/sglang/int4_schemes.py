@@ -10,23 +10,26 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-BLOCK = 32  # columns that share a scale at least
+BLOCK = 32  # the least number of columns that share a scale
 PACK_QUANTIZED = "pack-quantized"  # compressed-tensors' name of the layout
 SERVED = f"int4 with groups of a multiple of {BLOCK} columns or whole rows, without an activation order of groups"
-METHODS = ("awq", "gptq")  # quant_method of such a checkpoint
+METHODS = ("awq", "gptq")  # quant_method of AWQ's and GPTQ's checkpoints
+W4AFP8 = "w4afp8"  # SGLang's name of a checkpoint with int4 experts and fp8 linear layers, and of its layout
 
 
 @dataclass(frozen=True)
 class Scheme:
     """How a checkpoint stores its experts' weights."""
 
-    layout: str  # "pack-quantized", "awq" or "gptq"
+    layout: str  # "pack-quantized", "awq", "gptq" or "w4afp8"
     group: int | None  # columns that share a scale; None: a row
     zeros: bool  # whether there are zero points
-    version: int = 1  # of GPTQ's zero points
+    version: int = 1  # version of GPTQ's zero points
 
     def __str__(self) -> str:
         groups = "a scale a row" if self.group is None else f"groups of {self.group}"
+        if self.layout == W4AFP8:
+            return f"int4 of W4AFP8, {groups}, bf16 activations (its fp8 scales of activations are not used)"
         name = "compressed-tensors" if self.layout == PACK_QUANTIZED else self.layout.upper()
         return f"int4 of {name}, {groups}{', zero points' if self.zeros else ''}"
 

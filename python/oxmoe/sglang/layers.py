@@ -31,7 +31,7 @@ def watch(swaps: tuple[setting.Requested, ...], adapter: ModuleType, begin: Call
     """
     _watched.update(swaps={swap.name for swap in swaps}, adapter=adapter, begin=begin)
     if "hook" not in _watched:
-        # Layers that were checked by themselves are none of this server's.
+        # Layers that were checked before belong to no server.
         calls.forget()
         _watched["hook"] = register_module_module_registration_hook(_registered)
 

@@ -33,7 +33,17 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
 
     oxmoe = True
 
+    def __init__(self, quant_config: Any) -> None:
+        super().__init__(quant_config)
+        # SGLang's models ask this before they hand over activations in the layout of one of its kernels.
+        self.mxfp8_dense_backend = None
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        self._process_mxfp8_linear_weight_scale(layer)
+
+    def _process_mxfp8_linear_weight_scale(self, layer: torch.nn.Module, scale_u8: torch.Tensor | None = None) -> None:
+        """Also for layers that a model makes of the parameters of others, such as MiniMax-M3's: it calls this alone.
+        SGLang's would lay weights and scales out for one of its kernels."""
         columns = layer.weight.shape[1]
         if columns % BLOCK:
             raise NotImplementedError(
@@ -43,7 +53,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
             parameter.requires_grad_(False)
 
     def apply(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., k], or its codes and scales."""
+        """Computes the layer. x is [..., k], or its codes and scales."""
         codes, scale = x if isinstance(x, tuple) else (x, None)
         return mxfp8_linear(codes, layer.weight, layer.weight_scale_inv, scale, bias)
 
@@ -53,7 +63,7 @@ def method(chosen: Any) -> Any:
     it returns what SGLang chose."""
     if type(chosen) is not fp8.Fp8LinearMethod or not chosen.use_mxfp8:
         return chosen
-    # Turned into fp8 with blocks of 128 x 128 while it is loaded, where the user asks for that.
+    # If the user asks for it, SGLang turns the layer into fp8 with blocks of 128 x 128 while it is loaded.
     if getattr(chosen, "convert_mxfp8_to_block", False) or not ours():
         return chosen
     return Fp8LinearMethod(chosen.quant_config)

@@ -19,7 +19,7 @@ from oxmoe.sglang.updates import Updates
 class NeedsBfloat16:
     """A method whose experts compute in bf16 only, and have kernels for some sizes only."""
 
-    of = ""  # their format
+    of = ""  # the format of its experts, in words
     sized_as = ""  # the format whose sizes `formats` has
 
     def create_weights(
@@ -47,7 +47,7 @@ def refuse_transposed(layer: Any) -> None:
 
 def handover(layer: Any, method: Any) -> Handover:
     """Returns what SGLang did and will do with this layer. Raises NotImplementedError if oxmoe cannot follow it."""
-    # Where the layer decides, this flag is False for our runner and for methods without one.
+    # If the layer decides, this flag is False for oxmoe's runner and for methods without one.
     by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
     if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
         raise NotImplementedError(
@@ -71,7 +71,7 @@ def handover(layer: Any, method: Any) -> Handover:
 
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
     """Tells the layer's dispatcher at load which dtype to bring, and refuses an overlap that would wait for ever."""
-    # "fp8_tensor-token": how activations are scaled is nothing to a dispatcher.
+    # "fp8_tensor-token" is cut to "fp8_tensor": a dispatcher does not depend on how activations are scaled.
     deepep.tell_dispatcher(layer, weights.format.partition("-")[0], sglang_version())
     deepep.refuse_overlap()
 
@@ -84,7 +84,7 @@ def _tensors(weights: ExpertWeights) -> list[Tensor | None]:
 def renewed(old: ExpertWeights | None, new: ExpertWeights) -> ExpertWeights:
     """Returns `new`. After an update of a layer's weights it returns `old`, filled with the contents of `new`,
     because CUDA graphs know its addresses."""
-    # On a CPU there are none, and the global scales of NVFP4 and int4's zero points are not among the tensors.
+    # On a CPU there are no graphs. The global scales of NVFP4 and int4's zero points are not among the tensors.
     if old is None or (new.format in ("nvfp4", "int4-zeros") and new.w13_packed is None):
         return new
     for to, tensor in zip(_tensors(old), _tensors(new), strict=True):
@@ -189,10 +189,10 @@ class MadeAtLoad:
         """Describes the weights. After a weight update SGLang calls it again, also for layers that it did not write."""
         if self.weights is not None and self.packed:
             missing = self.updates.missing(layer, set(self.packed))
-            # What is packed is made of other parameters, too, such as global scales: none of them may change alone.
+            # Packed weights are made of other parameters, too, such as global scales: none of them may change alone.
             others = self.updates.written() - self.packed - biases(layer, self.weights)
             if missing.keys() == self.packed and not others and not any(written for written, _ in missing.values()):
-                # Packed bytes would be packed once more. A dispatcher may be a new one, though.
+                # Packed bytes would be packed once more, so they stay. The dispatcher may be a new one, though.
                 self.updates.finish(derived=True)
                 loaded(layer, self.weights)
                 return

@@ -24,7 +24,7 @@ class Exporter:
     """The counters of one process. Their label `rank` is its rank in the server's world."""
 
     def __init__(self, rank: int) -> None:
-        # SGLang's processes must not import it earlier: it looks for the folder when it is imported.
+        # SGLang's processes must not import prometheus_client earlier: it looks for the folder when it is imported.
         from prometheus_client import Counter
 
         self._rank = str(rank)
@@ -43,7 +43,7 @@ class Exporter:
             counts.update({(kind, function): count for kind, count in of_function.items()})
         for (kind, name), count in counts.items():
             seen = self._seen.get((kind, name), 0)
-            # Fewer than before: somebody has reset the counts.
+            # A count below the last one means that somebody has reset the counts.
             self._counters[kind].labels(name, self._rank).inc(count - seen if count >= seen else count)
         self._seen = counts
 

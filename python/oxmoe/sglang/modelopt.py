@@ -33,7 +33,7 @@ _FP4_TOKENS = (
     "experts take bf16; choose another --moe-runner-backend, or start with "
     "--disable-flashinfer-cutlass-moe-fp4-allgather"
 )
-# SGLang's hybrid of an fp8 configuration and one of NVFP4 experts; older releases have none.
+# SGLang's hybrid of an fp8 configuration and one of NVFP4 experts; None in older releases, which have no hybrid.
 _HYBRID: Any = getattr(modelopt_quant, "HybridFp8NvFp4Config", None)
 
 
@@ -56,7 +56,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
     """Creates the parameters of NVFP4 experts that SGLang's loader fills, without its second copies of the scales."""
 
     def __init__(self, quant_config: Any) -> None:
-        # Not SGLang's, which asks for a GPU and a --moe-runner-backend of its own kernels.
+        # SGLang's constructor is not called: it asks for a GPU and a --moe-runner-backend of its own kernels.
         self.quant_config = quant_config
 
     @property
@@ -85,7 +85,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
             scales = torch.empty((num_experts, rows, columns // NVFP4_BLOCK), dtype=torch.float8_e4m3fn)
             add(f"{name}_weight_scale", scales)
             add(f"{name}_weight_scale_2", torch.empty((num_experts, *own), dtype=torch.float32))
-            # Of activations: checkpoints have them, and nobody reads them.
+            # Scales of activations: checkpoints have them, and nobody reads them.
             add(f"{name}_input_scale", torch.ones(num_experts, dtype=torch.float32))
 
 
@@ -145,7 +145,7 @@ class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod
         return ExpertWeights.fp8_tensor(
             layer.w13_weight.data,
             layer.w2_weight.data,
-            # [E, 1] where there is no gate.
+            # The scale is [E, 1] if there is no gate.
             scale if options["gated"] else scale.view(-1),
             layer.w2_weight_scale.data,
             a13_scale=layer.w13_input_scale.data,
@@ -166,7 +166,7 @@ class _Experts:
     """A configuration of SGLang's whose experts run on oxmoe. All other layers are SGLang's."""
 
     unquantized: Any = None  # the method of layers that the checkpoint leaves as they are
-    blocks: Any = None  # of fp8 experts with block scales
+    blocks: Any = None  # the method for fp8 experts with block scales
     mxfp8: Any = None
 
     @classmethod
@@ -189,7 +189,7 @@ class _Experts:
 
 
 class _WithNvfp4(_Experts):
-    """Such a configuration with NVFP4 layers. Older releases have these for Blackwell only."""
+    """A configuration with NVFP4 layers. Older releases have these for Blackwell only."""
 
     @classmethod
     def get_min_capability(cls) -> int:
@@ -213,7 +213,7 @@ class OxmoeModelOptFp4Config(_WithNvfp4, modelopt_quant.ModelOptFp4Config):
 
     def experts(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not self.is_checkpoint_nvfp4_serialized:
-            return self.others(layer, prefix)  # quantised while they are loaded: SGLang's
+            return self.others(layer, prefix)  # these are quantised while they are loaded, by SGLang
         return nvfp4_method(self)
 
 
@@ -224,7 +224,7 @@ class OxmoeModelOptFp8Config(_Experts, modelopt_quant.ModelOptFp8Config):
         return OxmoeModelOptFp8MoEMethod(self)
 
 
-# quant_algo of a layer: its configuration in a mixture's.
+# quant_algo of a layer -> the name of its configuration in a mixture's.
 _MIXED = {
     "FP8": "fp8_config",
     "NVFP4": "nvfp4_config",
@@ -273,7 +273,7 @@ class _HybridOfFp8:
     def _of_hybrid(self, layer: torch.nn.Module, prefix: str) -> Any:
         hybrid = getattr(layer, "quant_config", None)
         if isinstance(hybrid, _HYBRID):
-            # Which got names as the model has them.
+            # The hybrid has got the names as the model has them.
             self.ignored_layers = hybrid.ignored_layers
             if isinstance(layer, FusedMoE) and not hybrid.nvfp4_config.is_layer_excluded(prefix):
                 return nvfp4_method(hybrid.nvfp4_config)
@@ -299,7 +299,7 @@ _CONFIGS = {
     "modelopt_fp4": OxmoeModelOptFp4Config,
     "modelopt_mixed": OxmoeModelOptMixedPrecisionConfig,
 }
-# Of checkpoints with an hf_quant_config.json older releases take SGLang's configurations without a look at the table.
+# For checkpoints with an hf_quant_config.json, older releases take SGLang's configurations without a look at the table.
 _SECOND = ("modelopt_fp8", "modelopt_fp4")
 
 

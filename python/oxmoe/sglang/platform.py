@@ -14,7 +14,7 @@ def activate() -> None:
     try:
         requested = setting.read(sglang_version())
     except (RuntimeError, ValueError):
-        return  # `plugin` says it, where it ends the process
+        return  # `plugin` raises the same error, and there it ends the process
     if any(swap.name == "allreduce" for swap in requested):
         from oxmoe.sglang import collective
 

@@ -32,7 +32,7 @@ from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, re
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
 PACKED = 64  # rows and columns of a block of packed weights
-SCALE_OF_ONE = 127  # E8M0
+SCALE_OF_ONE = 127  # 1.0 in E8M0
 
 
 def run_moe(runner: Any, dispatch_output: Any, quant_info: Any, experts: Experts) -> Any:
@@ -84,7 +84,7 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
 
     def __init__(self) -> None:
         super().__init__()
-        # Rows of w13 are [gate; up] here whatever the server's --moe-runner-backend is.
+        # Rows of w13 are [gate; up] here, whatever the server's --moe-runner-backend is.
         self.use_flashinfer_cutlass = False
         self.experts = Experts()
 
@@ -286,7 +286,8 @@ class OxmoeConfig(QuantizationConfig):
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
-        """SGLang asks each method whether a checkpoint belongs to it. The checkpoints that oxmoe serves do, unless
+        """SGLang asks each method whether a checkpoint belongs to it. Returns this method's name for the checkpoints
+        that oxmoe serves, unless the user names another method.
         the user names another method."""
         method = (hf_quant_cfg or {}).get("quant_method")
         if int4.claims(hf_quant_cfg, user_quant, NAME):

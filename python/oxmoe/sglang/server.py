@@ -13,7 +13,7 @@ def read(of_context: Callable[[Any], Any], of_arguments: Callable[[Any], Any]) -
     try:
         return of_context(importlib.import_module("sglang.srt.runtime_context"))
     except (AttributeError, ImportError, LookupError, RuntimeError, ValueError):
-        pass  # older releases have none, or less in it
+        pass  # older releases have no runtime context, or less in it
     try:
         return of_arguments(importlib.import_module("sglang.srt.server_args").get_global_server_args())
     except (AttributeError, RuntimeError, ValueError):

@@ -23,14 +23,14 @@ def output_like(x: Tensor) -> Tensor | None:
     SGLang does not do so without --enable-symm-mem, with one rank, and while ranks of DP attention have different
     numbers of tokens.
     """
-    # SGLang's layers have imported it.
+    # SGLang's layers have imported the allocator, if it is in use.
     allocator = sys.modules.get(_ALLOCATOR)
     if allocator is None or not allocator.is_symmetric_memory_enabled():
         return None
     wanted = importlib.import_module("sglang.srt.layers.dp_attention").is_allocation_symmetric()
     if not wanted:
         return None
-    # Older releases have no such context, or none with groups.
+    # Older releases have no such context, or a context without groups.
     parallel = getattr(sys.modules.get("sglang.srt.runtime_context"), "get_parallel", None)
     group = parallel().tp_group if parallel else importlib.import_module("sglang.srt.distributed").get_tp_group()
     if group.world_size == 1:

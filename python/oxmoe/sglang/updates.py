@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-# SGLang calls `process_weights_after_loading` of every layer at the end of these functions of its.
+# Functions of SGLang that call `process_weights_after_loading` of every layer at their end.
 POST_PROCESS = ("load_weights_and_postprocess", "update_weights_from_ipc")
 
 

@@ -1,1 +1,1 @@
-"""The commands of `python -m oxmoe`: a module for each, and what they share."""
+"""The commands of `python -m oxmoe`: a module for each command, and the code that they share."""

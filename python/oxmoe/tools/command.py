@@ -1,13 +1,13 @@
-"""What the commands of `python -m oxmoe` share: the types of arguments, and errors of one line."""
+"""Code that the commands of `python -m oxmoe` share: the types of arguments, and errors of one line."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-# Most tokens of a call of any command: as many as `oxmoe.explain` takes.
+# The most tokens in a call of any command: as many as `oxmoe.explain` takes.
 MOST_TOKENS = 1 << 24
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of an argument that is a whole number in this range."""
+    """Returns the type of an argument that is a whole number in this range."""
 
     def read(text: str) -> int:
         try:
@@ -40,7 +40,7 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-    """The type of an argument that is a number in this range."""
+    """Returns the type of an argument that is a number in this range."""
 
     def read(text: str) -> float:
         try:
@@ -55,12 +55,21 @@ def real(least: float, most: float) -> Callable[[str], float]:
 
 
 def listed(read: Callable[[str], T]) -> Callable[[str], list[T]]:
-    """The type of an argument that is a list with commas between."""
+    """Returns the type of an argument that is a list with commas between."""
     return lambda text: [read(item) for item in text.split(",")]
 
 
+class Listed(argparse.Action):
+    """An argument of one list: `1 64`, `1,64` and `1, 64` are the same. Its type is `listed(...)`, and nargs is "+"."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, [item for part in values for item in part])
+
+
 def a_name(text: str) -> str:
-    """The type of an argument that is a name."""
+    """Checks an argument that is a name."""
     if not text.strip():
         raise argparse.ArgumentTypeError("expected a name, got nothing")
     return text.strip()

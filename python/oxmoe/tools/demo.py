@@ -16,11 +16,11 @@ from typing import Any
 
 from oxmoe import ExpertWeights, device_info, explain, moe
 from oxmoe.hopper import untried
-from oxmoe.tools.command import whole
+from oxmoe.tools.command import Listed, listed, whole
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 128, 8, 2048, 768
 CPU_TOKENS, GPU_TOKENS = (1, 16, 64), (1, 16, 64, 256, 1024, 4096)
-# ||result - reference|| / ||reference|| that three roundings to the dtype leave, with room.
+# The bar of ||result - reference|| / ||reference||: what three roundings to the dtype leave, with room.
 ERROR_BARS = {"bf16": 1e-2, "f16": 1.5e-3}
 CHECKED_TOKENS = 4
 
@@ -126,7 +126,11 @@ def choose() -> tuple[Any, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--tokens", type=whole(1, 1 << 20), nargs="+", help="batch sizes (default: some that suit the machine)"
+        "--tokens",
+        type=listed(whole(1, 1 << 20)),
+        nargs="+",
+        action=Listed,
+        help="batch sizes (default: some that suit the machine)",
     )
 
 

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 def findings() -> Iterator[Finding]:
     try:
         info = oxmoe.device_info()
-    except RuntimeError as error:  # the driver's, which does not start
+    except RuntimeError as error:  # the driver does not start
         yield Finding("driver", str(error), broken=True)
     else:
         yield from build_and_devices(info)
@@ -80,7 +80,7 @@ def driver(info: dict[str, Any]) -> Finding:
     speaks, needed = info["driver_cuda"], info["needed_cuda"]
     if tuple(map(int, speaks.split("."))) >= tuple(map(int, needed.split("."))):
         return Finding("driver", f"speaks CUDA {speaks}; this build needs {needed}")
-    # The message of the first use of a GPU, which stands in place of each one's name, without "driver" before it.
+    # The driver's message at the first use of a GPU, without "driver" before it. It stands in place of each GPU's name.
     reasons = [gpu["name"].removeprefix("driver ") for gpu in info["gpus"]]
     return Finding("driver", reasons[0] if reasons else f"speaks CUDA {speaks}, no GPU", broken=bool(reasons))
 
@@ -101,7 +101,7 @@ def torch_layers(info: dict[str, Any]) -> Iterator[Finding]:
     for device in devices:
         try:
             yield Finding(f"layer on {device}", f"right, {small_layer_us(device):.0f} us for the first call")
-        except Exception as error:  # whatever it is, it is what the user came to see
+        except Exception as error:  # whatever it is, the user came to see it
             yield Finding(f"layer on {device}", f"{type(error).__name__}: {error}", broken=True)
 
 
@@ -141,12 +141,12 @@ def sglang() -> Iterator[Finding]:
     try:
         swaps = {swap.name: swap.parts for swap in oxmoe.sglang.requested()}
         if "allreduce" in swaps:
-            oxmoe.sglang.platform.activate()  # as SGLang does while it is imported
+            oxmoe.sglang.platform.activate()  # SGLang does this while it is imported
             if find_spec("flashinfer") is None:
                 reason = "SGLang fuses its all-reduce only where it can import flashinfer: install flashinfer-python"
                 yield Finding("allreduce", reason, broken=True)
         oxmoe.sglang.install()
-    except Exception as error:  # with which a server would not start
+    except Exception as error:  # a server would not start with it
         yield Finding("taken over", f"nothing, {asked}: {type(error).__name__}: {error}", broken=True)
     for swap in oxmoe.sglang.active():
         yield Finding("taken over", f"{swap.name}: {swap.effect}")
@@ -214,7 +214,8 @@ def _version(distribution: str) -> str:
 
 
 def _incomplete(distribution: str) -> str:
-    """'; half installed ...' if something that the distribution requires is absent: its imports fail in odd places."""
+    """Returns '; half installed ...' if something that the distribution requires is absent: its imports fail in odd
+    places."""
     if find_spec("packaging") is None:
         return "; requirements not checked (packaging is not installed)"
     from packaging.requirements import Requirement

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import oxmoe
-from oxmoe.tools.command import MOST_TOKENS, UsageError, known, whole
+from oxmoe.tools.command import MOST_TOKENS, Listed, UsageError, known, listed, whole
 from oxmoe.tools.shapes import SHAPES
 
 SIZES = ("experts", "top_k", "hidden", "intermediate")
@@ -22,12 +22,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=whole(1, 32), help="experts of a token")
     parser.add_argument("--hidden", type=whole(1, 1 << 24), help="columns of x and of the output")
     parser.add_argument("--intermediate", type=whole(1, 1 << 24), help="columns between the two products")
-    parser.add_argument("--tokens", type=whole(0, MOST_TOKENS), nargs="+", default=[1], help="of a call (default: 1)")
+    parser.add_argument(
+        "--tokens",
+        type=listed(whole(0, MOST_TOKENS)),
+        nargs="+",
+        action=Listed,
+        default=[1],
+        help="of a call (default: 1)",
+    )
     parser.add_argument("--format", help=f"of the weights (default: bf16), one of: {formats}")
     parser.add_argument(
         "--dtype", choices=PLAIN, help="of activations; weights that are not quantised are of the same (default: bf16)"
     )
-    parser.add_argument("--arch", help="sm_80, sm_90, ... or cpu (default: this machine's first GPU, else its CPU)")
+    parser.add_argument(
+        "--arch",
+        help="sm_80 (A100), sm_90 (H100, H200), sm_100 (B200), ... or cpu (default: this machine's first GPU, else its "
+        "CPU)",
+    )
     parser.add_argument("--plain", action="store_true", help="without a gate: w13 has the up rows alone")
 
 

@@ -1,4 +1,4 @@
-//! What the protocol survives, and the broken rules that the model finds out.
+//! Calls and faults that the protocol survives, and the broken rules that the model finds out.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn check(scenario: &Scenario) {
     exhaust(scenario).unwrap_or_else(|violation| panic!("{violation}"));
 }
 
-/// A broken rule must be found out; the message says how.
+/// Runs a scenario with a broken rule, which must be found out. The message says how.
 fn caught(scenario: &Scenario) -> Violation {
     match exhaust(scenario) {
         Err(violation) => violation,

@@ -1,4 +1,4 @@
-//! Block kernel of AVX2, FMA and F16C: 3 x 4 accumulators, 8 products an instruction.
+//! The block kernel of AVX2, FMA and F16C: 3 x 4 accumulators, 8 products for each instruction.
 
 use std::arch::x86_64::*;
 
@@ -16,13 +16,13 @@ pub(super) trait Load: Element {
     const ZERO: Self;
 
     /// # Safety
-    /// AVX2 and F16C; `data` holds 8 elements.
+    /// The CPU must have AVX2 and F16C; `data` holds 8 elements.
     unsafe fn load(data: *const Self) -> __m256;
 
-    /// The first `count` elements, and zeros.
+    /// The first `count` elements, then zeros.
     ///
     /// # Safety
-    /// As for [`Load::load`], but only `count` elements, at most 8, need to be there.
+    /// The CPU must have AVX2 and F16C; `data` holds `count` elements, at most 8.
     #[inline(always)]
     unsafe fn load_some(data: *const Self, count: usize) -> __m256 {
         // SAFETY: the caller's contract.
@@ -71,12 +71,12 @@ impl Load for bf16 {
 }
 
 /// # Safety
-/// AVX2, FMA and F16C; every row holds `k` elements of `T`.
+/// The CPU must have AVX2, FMA and F16C; every row holds `k` elements of `T`.
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn block<T: Load>(o: &Operands) -> Sums {
     let mut out = [[0.0; BLOCK_ROWS]; BLOCK_TOKENS];
     for (tokens, out) in o.tokens.chunks(TOKENS_AT_ONCE).zip(out.chunks_mut(TOKENS_AT_ONCE)) {
-        // SAFETY: the caller's contract; there are as many tokens as the constant says.
+        // SAFETY: the caller's contract; the number of tokens is the constant.
         unsafe {
             match tokens.len() {
                 1 => multiply_tokens::<T, 1>(o, tokens, out),
@@ -89,7 +89,7 @@ pub(super) unsafe fn block<T: Load>(o: &Operands) -> Sums {
 }
 
 /// # Safety
-/// As for [`block`], with `TOKENS` tokens.
+/// The CPU must have AVX2, FMA and F16C; every row holds `k` elements of `T`. `tokens` has `TOKENS` tokens.
 #[inline(always)]
 unsafe fn multiply_tokens<T: Load, const TOKENS: usize>(
     o: &Operands,
@@ -116,7 +116,7 @@ unsafe fn multiply_tokens<T: Load, const TOKENS: usize>(
 /// Adds the products of elements `at .. at + count`.
 ///
 /// # Safety
-/// As for [`multiply_tokens`], and `at + count <= k`.
+/// The CPU must have AVX2, FMA and F16C; every row holds `k` elements of `T`, and `at + count <= k`.
 #[inline(always)]
 unsafe fn step<T: Load, const TOKENS: usize>(
     o: &Operands,
@@ -140,10 +140,10 @@ unsafe fn step<T: Load, const TOKENS: usize>(
     }
 }
 
-/// The sum of each register: halves, then neighbours.
+/// The sum of each register: adds the halves, then neighbours.
 ///
 /// # Safety
-/// AVX2.
+/// The CPU must have AVX2.
 #[inline(always)]
 unsafe fn reduce([a, b, c, d]: [__m256; 4]) -> __m128 {
     // SAFETY: the caller's contract.
@@ -151,7 +151,7 @@ unsafe fn reduce([a, b, c, d]: [__m256; 4]) -> __m128 {
 }
 
 /// # Safety
-/// AVX2.
+/// The CPU must have AVX2.
 #[inline(always)]
 unsafe fn halve(sum: __m256) -> __m128 {
     // SAFETY: the caller's contract.

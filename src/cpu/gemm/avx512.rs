@@ -1,4 +1,4 @@
-//! Block kernels of AVX-512: 6 x 4 accumulators, 16 (fp32) or 32 (bf16 pairs) products an instruction.
+//! The block kernels of AVX-512: 6 x 4 accumulators, 16 (fp32) or 32 (bf16 pairs) products for each instruction.
 
 use std::arch::x86_64::*;
 
@@ -10,13 +10,13 @@ use crate::cpu::Element;
 /// Sixteen elements as fp32.
 pub(super) trait Load: Element {
     /// # Safety
-    /// AVX-512 F, BW and VL; `data` holds 16 elements.
+    /// The CPU must have AVX-512 F, BW and VL; `data` holds 16 elements.
     unsafe fn load(data: *const Self) -> __m512;
 
-    /// The first elements, and zeros where `mask` has none.
+    /// The elements whose bit in `mask` is set, and zeros for the others.
     ///
     /// # Safety
-    /// As for [`Load::load`], but only the elements of `mask` need to be there.
+    /// The CPU must have AVX-512 F, BW and VL; `data` holds the elements of `mask`.
     unsafe fn load_masked(mask: __mmask16, data: *const Self) -> __m512;
 }
 
@@ -59,10 +59,10 @@ impl Load for bf16 {
     }
 }
 
-/// bf16 to fp32: the upper half of its bits.
+/// Converts bf16 to fp32: a bf16 is the upper half of the fp32 bits.
 ///
 /// # Safety
-/// AVX-512 F.
+/// The CPU must have AVX-512 F.
 #[inline(always)]
 unsafe fn widen(values: __m256i) -> __m512 {
     // SAFETY: the caller's contract.
@@ -70,7 +70,7 @@ unsafe fn widen(values: __m256i) -> __m512 {
 }
 
 /// # Safety
-/// AVX-512 F, BW and VL; every row holds `k` elements of `T`.
+/// The CPU must have AVX-512 F, BW and VL; every row holds `k` elements of `T`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn block<T: Load>(o: &Operands) -> Sums {
     // SAFETY: the caller's contract.
@@ -78,25 +78,25 @@ pub(super) unsafe fn block<T: Load>(o: &Operands) -> Sums {
 }
 
 /// # Safety
-/// AVX-512 F, BW, VL and BF16; every row holds `k` bf16.
+/// The CPU must have AVX-512 F, BW, VL and BF16; every row holds `k` bf16.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) unsafe fn block_bf16(o: &Operands) -> Sums {
     // SAFETY: the caller's contract.
     unsafe { multiply::<Pairs>(o) }
 }
 
-/// One step along `k`: what a register holds and how two of them are multiplied and added.
+/// One step along `k`: the contents of a register, and how two registers are multiplied and added.
 trait Step {
     type Element;
     type Register: Copy;
     const ELEMENTS: usize;
 
     /// # Safety
-    /// The instructions of the kernel; `data` holds `count` elements, at most `ELEMENTS`.
+    /// The CPU must have the instructions of the kernel; `data` holds `count` elements, at most `ELEMENTS`.
     unsafe fn load(data: *const Self::Element, count: usize) -> Self::Register;
 
     /// # Safety
-    /// The instructions of the kernel.
+    /// The CPU must have the instructions of the kernel.
     unsafe fn multiply_add(sum: __m512, a: Self::Register, b: Self::Register) -> __m512;
 }
 
@@ -134,7 +134,7 @@ impl Step for Pairs {
 
     #[inline(always)]
     unsafe fn load(data: *const bf16, count: usize) -> __m512bh {
-        // SAFETY: the caller's contract; the two vector types are the same bits.
+        // SAFETY: the caller's contract; the two vector types have the same bits.
         unsafe {
             std::mem::transmute(if count == 32 {
                 _mm512_loadu_si512(data.cast())
@@ -151,10 +151,10 @@ impl Step for Pairs {
 }
 
 /// # Safety
-/// The instructions of `S`; every row holds `k` elements.
+/// The CPU must have the instructions of `S`; every row holds `k` elements.
 #[inline(always)]
 unsafe fn multiply<S: Step>(o: &Operands) -> Sums {
-    // SAFETY: the caller's contract; there are as many tokens as the constant says.
+    // SAFETY: the caller's contract; the number of tokens is the constant.
     unsafe {
         match o.tokens.len() {
             1 => multiply_tokens::<S, 1>(o),
@@ -168,7 +168,7 @@ unsafe fn multiply<S: Step>(o: &Operands) -> Sums {
 }
 
 /// # Safety
-/// As for [`multiply`], with `TOKENS` tokens.
+/// The CPU must have the instructions of `S`; every row holds `k` elements. There are `TOKENS` tokens.
 #[inline(always)]
 unsafe fn multiply_tokens<S: Step, const TOKENS: usize>(o: &Operands) -> Sums {
     // SAFETY: the caller's contract; no row is read beyond `k`.
@@ -192,7 +192,7 @@ unsafe fn multiply_tokens<S: Step, const TOKENS: usize>(o: &Operands) -> Sums {
 /// Adds the products of elements `at .. at + count`.
 ///
 /// # Safety
-/// As for [`multiply_tokens`], and `at + count <= k`.
+/// The CPU must have the instructions of `S`; every row holds `k` elements, and `at + count <= k`.
 #[inline(always)]
 unsafe fn step<S: Step, const TOKENS: usize>(
     o: &Operands,
@@ -221,10 +221,10 @@ unsafe fn step<S: Step, const TOKENS: usize>(
     }
 }
 
-/// The sum of each register: halves, quarters, then inside the quarters.
+/// The sum of each register: adds the halves, then the quarters, then the elements of a quarter.
 ///
 /// # Safety
-/// AVX-512 F.
+/// The CPU must have AVX-512 F.
 #[inline(always)]
 unsafe fn reduce([a, b, c, d]: [__m512; 4]) -> __m128 {
     // SAFETY: the caller's contract.

@@ -1,5 +1,5 @@
-//! e4m3 weights and tokens: expanded to bf16, which holds them exactly, multiplied 128 columns at a time, and the products of each
-//! 128 added to fp32 sums times their two scales.
+//! The GEMM of e4m3 weights and tokens. They are expanded to bf16, which holds them exactly, and multiplied 128 columns at a time. The
+//! products of each 128 columns are multiplied by their two scales and added to fp32 sums.
 
 use std::cell::RefCell;
 use std::sync::LazyLock;
@@ -14,7 +14,7 @@ static VALUES: LazyLock<[bf16; 256]> =
     LazyLock::new(|| std::array::from_fn(|code| bf16::from_f32(e4m3_value(code as u8))));
 
 thread_local! {
-    /// Room for a panel's weight rows and a group of tokens; kept, since every panel of a layer wants about as much.
+    /// Room for a panel's weight rows and a group of tokens. The thread keeps it, because every panel of a layer needs about as much.
     static EXPANDED: RefCell<Vec<Line>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -22,7 +22,7 @@ thread_local! {
 const LINE: usize = size_of::<Line>() / size_of::<bf16>();
 
 /// # Safety
-/// `codes` holds `k` bytes, `out` has room for as many elements.
+/// `codes` holds `k` bytes, and `out` has room for `k` elements.
 unsafe fn expand(codes: *const u8, k: usize, out: &mut [Line]) {
     // SAFETY: the caller's contract; a line is plain bytes.
     let (codes, out) = unsafe {
@@ -34,10 +34,10 @@ unsafe fn expand(codes: *const u8, k: usize, out: &mut [Line]) {
     }
 }
 
-/// A panel of one tile.
+/// Computes a panel of one tile.
 ///
 /// # Safety
-/// As for [`Panel::run`]; `x`, `x_scales`, `weights` and `block_scales` are those of fp8, the output is bf16.
+/// The contract of [`Panel::run`] holds; `x`, `x_scales`, `weights` and `block_scales` are operands of fp8, and the output is bf16.
 pub(super) unsafe fn run(panel: &Panel, block: Block) {
     EXPANDED.with_borrow_mut(|room| {
         // SAFETY: the caller's contract.
@@ -46,13 +46,13 @@ pub(super) unsafe fn run(panel: &Panel, block: Block) {
 }
 
 /// # Safety
-/// As for [`run`].
+/// The contract of [`Panel::run`] holds, and the operands are fp8; see [`run`].
 unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
     let (p, rows) = (panel.p, panel.rows());
-    // Rows of tokens are whole groups, those of weights may end inside one.
+    // Rows of tokens are whole groups; rows of weights may end inside a group.
     let k = p.k as usize;
     let (groups, token_stride) = (k.div_ceil(GROUP), k.next_multiple_of(GROUP));
-    // Lines of a row: odd, so that rows of a power of two do not share their places in a cache.
+    // Lines of a row. The number is odd, so that rows of a power of two do not share their places in a cache.
     let stride = k.div_ceil(LINE) | 1;
     let weight_lines = rows.next_multiple_of(BLOCK_ROWS) * stride;
     if room.len() < weight_lines + BLOCK_TOKENS * stride {
@@ -62,7 +62,7 @@ unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
     let mut weight_scales = [std::ptr::null::<f32>(); 2 * MAX_PANEL_COLUMNS + BLOCK_ROWS];
     for row in (0..rows).step_by(BLOCK_ROWS) {
         for (i, expert_row) in panel.expert_rows(row).into_iter().enumerate() {
-            // SAFETY: a row of this expert's weights; rows of an expert are whole blocks.
+            // SAFETY: this is a row of this expert's weights, by the caller's contract.
             unsafe { expand(p.weights.add(expert_row * k), k, &mut weights[(row + i) * stride..]) };
             let scales = panel.block_of_scales((row + i).min(rows - 1)) * groups;
             weight_scales[row + i] = p.block_scales.cast::<f32>().wrapping_add(scales);
@@ -98,11 +98,11 @@ unsafe fn multiply(panel: &Panel, block: Block, room: &mut Vec<Line>) {
                     tokens: &token_rows[..members],
                     k: GROUP.min(k - k_group * GROUP),
                 };
-                // SAFETY: all rows hold this group.
+                // SAFETY: all rows hold this group of columns.
                 let products = unsafe { block(&operands) };
                 for (i, (sums, products)) in block_sums[..members].iter_mut().zip(&products).enumerate() {
                     for (j, (sum, product)) in sums.iter_mut().zip(products).enumerate() {
-                        // SAFETY: a scale for each group.
+                        // SAFETY: there is a scale for each group.
                         *sum +=
                             product * unsafe { *token_scales[i].add(k_group) * *weight_scales[row + j].add(k_group) };
                     }

@@ -1,9 +1,9 @@
-//! Block kernel without intrinsics, for any CPU.
+//! The block kernel without intrinsics, for any CPU.
 
 use super::{Operands, Sums, BLOCK_ROWS, BLOCK_TOKENS};
 use crate::cpu::Element;
 
-/// Partial sums of a dot product: independent, so that compilers find vectors.
+/// Partial sums of a dot product. They are independent, so that compilers can vectorise the loop.
 const LANES: usize = 8;
 
 /// # Safety

@@ -24,7 +24,7 @@ struct Case {
     activation: Activation,
     bias: Option<Dtype>,
     slot_weights: bool,
-    /// Rows of x are places (GEMM2) instead of gathered tokens.
+    /// Whether rows of x are places (GEMM2) instead of gathered tokens.
     identity_rows: bool,
 }
 
@@ -129,6 +129,11 @@ fn activate(a: &Activation, g: f64, u: f64) -> f64 {
             let (g, limit) = (g.min(a.gate_limit.into()), f64::from(a.up_limit));
             silu(g, a.alpha.into()).min(a.silu_limit.into()) * (u.clamp(-limit, limit) + f64::from(a.beta))
         }
+        ActivationKind::Situ => {
+            let (b, linear) = (f64::from(a.alpha), f64::from(a.beta));
+            let u = if linear.is_finite() { linear * (u / linear).tanh() } else { u };
+            b * (g / b).tanh() / (1.0 + (-g).exp()) * u
+        }
         ActivationKind::Geglu => gelu(g) * u,
         ActivationKind::GegluTanh => gelu_tanh(g) * u,
         ActivationKind::Relu2 => g.max(0.0).powi(2),
@@ -187,7 +192,7 @@ fn check(c: &Case, random: &mut Random) {
     }
 }
 
-/// Experts with 0, 1, 3, `many` (even) and 2 slots, often twice in a token, and slots without an expert, in random order.
+/// Ids of experts with 0, 1, 3, `many` (even) and 2 slots, often twice in a token, and of slots without an expert, in random order.
 fn ragged(random: &mut Random, many: usize) -> Vec<i32> {
     let mut ids = vec![-1; 8];
     for (expert, count) in [(1, 1), (2, 3), (3, many), (4, 2)] {
@@ -204,7 +209,7 @@ fn sizes() {
     let mut random = Random(6);
     for dtype in DTYPES {
         for (k, out_columns) in [(2880, 192), (704, 1408), (136, 5), (7, 192), (7, 5), (2880, 5), (1, 1), (32, 33)] {
-            // Large layers once with many tokens: builds without optimisation shall not take minutes.
+            // Large layers have many tokens with one dtype only: builds without optimisation must not take minutes.
             let many = if k * out_columns < 1 << 18 || dtype == Dtype::Bf16 { 70 } else { 10 };
             let ids = ragged(&mut random, many);
             check(&Case::new(dtype, ids, k, out_columns), &mut random);
@@ -222,6 +227,8 @@ fn activations_layouts_and_biases() {
         PLAIN,
         gpt_oss,
         clamped,
+        Activation { kind: ActivationKind::Situ, alpha: 1.25, beta: 0.75, ..PLAIN },
+        Activation { kind: ActivationKind::Situ, alpha: 4.0, beta: f32::INFINITY, ..PLAIN },
         of(ActivationKind::Geglu),
         of(ActivationKind::GegluTanh),
         of(ActivationKind::Relu2),
@@ -265,7 +272,7 @@ fn nan_passes_through_limits() {
         let routed = Routed::new(&case.ids, case.top_k, case.experts, case.tile_tokens);
         for set in sets() {
             let out = data.run(&case, &routed, set);
-            // Token 0 has the NaN; its slots are places 0 and 1.
+            // Token 0 has the NaN. It has the slots at places 0 and 1.
             assert!((0..16).all(|i| out.get(i).is_nan()));
             assert!((16..32).all(|i| out.get(i).is_finite()));
         }

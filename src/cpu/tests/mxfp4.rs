@@ -12,8 +12,8 @@ use crate::{
 const INF: f32 = f32::INFINITY;
 const EXPERTS: usize = 3;
 
-/// The same bits as plain weights give that hold the same numbers: every instruction set, dtype and layout, few tokens and many, rows
-/// that are padded (`k` < `columns`, `out_columns` below the rows) and rows that are not.
+/// MXFP4 weights give the same bits as plain weights with the same numbers: for every instruction set, dtype and layout, few tokens and
+/// many, rows that are padded (`k` < `columns`, `out_columns` below the rows) and rows that are not.
 #[test]
 fn expanded_weights_are_plain_weights() {
     let mut random = Random(12);

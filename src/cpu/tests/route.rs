@@ -7,7 +7,7 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_toke
         Routed::call(ids.as_ptr().cast(), true, sizes, first_expert, tile_tokens),
         Routed::call(narrow.as_ptr().cast(), false, sizes, first_expert, tile_tokens),
     ] {
-        // Stable sort of the slots that have a local expert.
+        // The expected order is a stable sort of the slots that have a local expert.
         let local = |id: i64| id - i64::from(first_expert);
         let mut order: Vec<usize> = (0..ids.len()).filter(|&s| (0..experts as i64).contains(&local(ids[s]))).collect();
         order.sort_by_key(|&s| ids[s]);
@@ -23,7 +23,7 @@ fn check(ids: &[i64], top_k: usize, experts: usize, first_expert: i32, tile_toke
             let count = order.iter().filter(|&&s| local(ids[s]) == e as i64).count() as i32;
             let first = order.iter().filter(|&&s| local(ids[s]) < e as i64).count() as i32;
             assert_eq!((r.histogram[e], r.offsets[e]), (count, first));
-            // As few tiles as hold the slots, cut evenly in steps of 16, the longer ones first.
+            // The expected tiles are as few as hold the slots, cut evenly in steps of 16, the longer ones first.
             let parts = count.unsigned_abs().div_ceil(tile_tokens.unsigned_abs());
             let (mut done, mut steps_before) = (0, i32::MAX);
             for part in 0..parts {
@@ -61,7 +61,7 @@ fn ids_outside_are_skipped() {
     check(&[5, 4, -1, 9, 8, 7, 4, 1 << 20, -3, 7], 2, 4, 4, 16);
     check(&[-1; 6], 3, 4, 0, 16);
     check(&[], 3, 4, 0, 16);
-    // Beyond 32 bits: must not wrap into range.
+    // An id beyond 32 bits must not wrap into range.
     let r = Routed::call([(1i64 << 32) + 1, 1].as_ptr().cast(), true, [2, 2, 4], 0, 16);
     assert_eq!((r.place_of_slot, r.offsets[4]), (vec![-1, 0], 1));
 }

@@ -14,7 +14,7 @@ struct Case {
     renormalize: bool,
     scale: f32,
     shared_weight: f32,
-    /// (kind, groups, kept)
+    /// (kind, number of groups, number of kept groups)
     group: (GroupScore, usize, usize),
     valid: Option<i32>,
 }
@@ -67,7 +67,7 @@ impl Case {
         self.run(&Tensor::new(Dtype::F32, logits), 1)
     }
 
-    /// One token, by whole sorts.
+    /// The expected choice of one token, by whole sorts.
     fn reference(&self, logits: &[f32]) -> (Vec<i32>, Vec<f32>) {
         let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let total: f32 = logits.iter().map(|x| (x - max).exp()).sum();
@@ -123,7 +123,7 @@ impl Case {
     }
 }
 
-/// Indices, largest value first, ties in order.
+/// Indices of the values. The largest value comes first, and ties stay in order.
 fn sorted(values: &[f32]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[b].partial_cmp(&values[a]).unwrap());
@@ -153,7 +153,8 @@ fn random_logits() {
     let mut random = Random(3);
     let scorings = [Scoring::Softmax, Scoring::Sigmoid, Scoring::SqrtSoftplus, Scoring::SoftmaxTopk, Scoring::Identity];
     for scoring in scorings {
-        for (experts, top_k) in [(128, 8), (8, 2), (32, 4), (512, 22), (7, 7), (1, 1), (384, 32)] {
+        for (experts, top_k) in [(128, 8), (8, 2), (32, 4), (512, 22), (7, 7), (1, 1), (384, 32), (896, 16), (1024, 32)]
+        {
             let case = Case::new(experts, top_k, scoring);
             check(&case, &mut random);
             check(&Case { renormalize: scoring != Scoring::Identity, scale: 2.5, ..case.clone() }, &mut random);
@@ -184,7 +185,7 @@ fn groups() {
 fn experts_outside_the_best_groups_are_never_chosen() {
     let grouped =
         |scoring, score, kept| Case { group: (score, 3, kept), renormalize: true, ..Case::new(6, 3, scoring) };
-    // The chosen of the best groups tie with what SGLang would give the others: -inf, or a score of 0.
+    // The experts chosen in the best groups tie with the numbers that SGLang would give the other experts: -inf, or a score of 0.
     let logits = [9.0, f32::NEG_INFINITY, -3.0, -4.0, 8.0, f32::NEG_INFINITY];
     for scoring in [Scoring::Identity, Scoring::SoftmaxTopk, Scoring::Sigmoid, Scoring::SqrtSoftplus, Scoring::Softmax]
     {

@@ -1,4 +1,4 @@
-//! Time of a whole layer: `cargo test --release layer_speed -- --ignored --nocapture`.
+//! Measures the time of a whole layer: `cargo test --release layer_speed -- --ignored --nocapture`.
 
 use std::time::Instant;
 
@@ -19,7 +19,7 @@ fn random_bf16(random: &mut Random, len: usize, scale: f32) -> Vec<bf16> {
     (0..len).map(|_| bf16::from_f32(random.uniform() * scale)).collect()
 }
 
-/// Route, GEMM1, GEMM2 and combine of Qwen3-30B-A3B's layer.
+/// Measures route, GEMM1, GEMM2 and combine of Qwen3-30B-A3B's layer.
 #[test]
 #[ignore = "a measurement"]
 #[allow(clippy::print_stdout)] // the measurement's only output

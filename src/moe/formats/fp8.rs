@@ -1,6 +1,7 @@
-//! Experts in e4m3 with fp32 scales: their contract.
+//! The contract of experts in e4m3 with fp32 scales.
 //!
-//! A matrix with one scale has it in every 128 x 128 block, and a row of activations in every group: the kernels are the same.
+//! A matrix with one scale has this scale in every 128 x 128 block, and a row of activations has its scale in every group. So all formats
+//! of e4m3 have the same kernels.
 
 use super::Source;
 use crate::contract;
@@ -17,16 +18,16 @@ use crate::quant::fp8::GROUP;
 use crate::quant::Format;
 use crate::tensor::{Contract, Dim, Elem, Place};
 
-/// Where the scales of an fp8 layer's activations come from.
+/// The origin of the scales of an fp8 layer's activations.
 #[derive(Clone, Copy, Debug)]
 pub enum Activations {
-    /// fp8_block: from groups of a row's columns.
+    /// fp8_block: a scale is made from a group of a row's columns.
     Groups,
-    /// fp8_tensor: from all numbers of a call,
+    /// fp8_tensor: one scale is made from all numbers of a call.
     Tensor,
-    /// from a row,
+    /// fp8_tensor: a scale is made from a row.
     Token,
-    /// or they were made before: those of x and of GEMM1's output.
+    /// fp8_tensor: the scales of x and of GEMM1's output are given.
     Static([*const f32; 2]),
 }
 
@@ -41,14 +42,14 @@ impl Activations {
     }
 }
 
-/// The scales of an fp8 layer beside those of blocks.
+/// The scales of an fp8 layer beside the scales of blocks.
 #[derive(Clone, Copy, Debug)]
 pub struct Scaling {
     pub activations: Activations,
-    /// Those of each row of w13 and w2, fp32 [E, 2I] and [E, H], or null. Those of w13 and `bias` have zeros up to whole blocks where
+    /// Scales of each row of w13 and w2, fp32 [E, 2I] and [E, H], or null. The scales of w13 and `bias` have zeros up to whole blocks if
     /// `pads` says so.
     pub rows: [*const f32; 2],
-    /// Such a copy of b13, or null.
+    /// A copy of b13 with zeros up to whole blocks, or null.
     pub bias: *const u8,
 }
 
@@ -58,7 +59,7 @@ impl From<Activations> for Scaling {
     }
 }
 
-/// Whether the layer's kernels read the scales of w13's rows and b13 in whole blocks, which gate and up rows do not fill.
+/// Whether the layer's kernels read the scales of w13's rows and b13 in whole blocks, and gate and up rows do not fill them.
 pub fn pads(place: Place, desc: &LayerDesc) -> Result<bool> {
     match place {
         Place::Cuda(ordinal) if desc.is_cut() => Ok(fp8_sm90::serves(&gpu(ordinal)?.device, desc)),
@@ -67,8 +68,8 @@ pub fn pads(place: Place, desc: &LayerDesc) -> Result<bool> {
 }
 
 impl Source for Scaling {
-    /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases. Of fp8_tensor I / 128 is
-    /// rounded up, in each half of w13.
+    /// Checks w13 [E, 2I, H], w2 [E, H, I], their scales [E, 2I / 128, H / 128] and [E, H / 128, I / 128], and biases. For fp8_tensor I /
+    /// 128 is rounded up, in each half of w13.
     fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer> {
         let activations = self.activations;
         let name = if activations.format().is_fp8_tensor() { "fp8_tensor" } else { "fp8_block" };
@@ -120,7 +121,7 @@ impl Source for Scaling {
         let of_intermediate = of("intermediate / 128", inner);
         contract.check("w2_scale", w2_scale, &[experts, of_hidden, of_intermediate], &[Elem::F32])?;
         check_biases(&mut contract, operands, Dim::Named("hidden"), &[Elem::Bf16, Elem::F32])?;
-        // Kernels read codes and biases 16 bytes at a time, the scales of w2 two.
+        // Kernels read codes and biases 16 bytes at a time, and two scales of w2 at a time.
         let (vector, pair) = if w13.place == Place::Cpu { (1, 4) } else { (16, 8) };
         let scales = [("w13_scale", w13_scale, 4), ("w2_scale", w2_scale, pair)];
         let biases =

@@ -12,14 +12,14 @@ use crate::tensor::{self, Borrowed, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 
 pub struct Fp8Tensor<'py> {
-    /// Scales of w13 and w2, one for each 128 x 128.
+    /// Scales of w13 and w2, one for each 128 x 128 block.
     pub tables: [Bound<'py, PyAny>; 2],
-    /// Of each row, where the tables are of ones.
+    /// Scales of each row of w13 and w2. If there are any, the table of the matrix has ones.
     rows: [Option<Borrowed<'py>>; 2],
-    /// b13 in whole blocks, where kernels read those alone.
+    /// b13 with zeros up to whole blocks, if kernels read whole blocks alone.
     bias: Option<Borrowed<'py>>,
     activations: Activations,
-    /// What `Activations::Static` points at.
+    /// The scales at which `Activations::Static` points.
     scales: Option<[Borrowed<'py>; 2]>,
 }
 
@@ -34,7 +34,7 @@ impl<'py> Fp8Tensor<'py> {
         Scaling { activations: self.activations, rows: self.rows.each_ref().map(address), bias }
     }
 
-    /// What the layer reads beside the tables.
+    /// The tensors that the layer reads beside the tables.
     pub fn tensors(&self) -> Vec<Extra<'py>> {
         let rows = OF_ROWS.into_iter().zip(&self.rows).filter_map(|(name, rows)| Some((name, rows.clone()?)));
         let scales = self.scales.iter().flatten().cloned();
@@ -42,8 +42,8 @@ impl<'py> Fp8Tensor<'py> {
         rows.chain(OF_ACTIVATIONS.into_iter().zip(scales)).chain(bias).collect()
     }
 
-    /// Makes what is read attributes: the scales of rows in place of the tables of w13 and w2, those of activations before each, and b13 in
-    /// whole blocks.
+    /// Makes attributes of the tensors that are read: the scales of rows in place of the tables of w13 and w2, the scales of activations,
+    /// and b13 in whole blocks.
     pub fn show(self, [w13_scale, w2_scale, a13_scale, a2_scale, b13]: [&mut Option<Py<PyAny>>; 5]) {
         let object = |tensor: Borrowed<'_>| Some(tensor.into_object().unbind());
         if let Some(bias) = self.bias {
@@ -60,7 +60,8 @@ impl<'py> Fp8Tensor<'py> {
     }
 }
 
-/// `given`: scales of activations, both or none; without them, `per_token`, by default a scale for each row, else one for all of a call.
+/// Makes the block scales that kernels read. `given`: scales of activations, both or none. If there are none, activations get a scale for
+/// each row, or with `per_token` false one scale for all rows of a call.
 pub fn prepare<'py>(
     contract: &mut Contract<'_>,
     (w13, w2, b13): (&Bound<'py, PyAny>, &Bound<'py, PyAny>, Option<&Bound<'py, PyAny>>),
@@ -96,18 +97,18 @@ pub fn prepare<'py>(
     Ok(Fp8Tensor { tables: [w13_table, w2_table], rows: [w13_rows, w2_rows], bias, activations, scales })
 }
 
-/// The parts of an expert's rows whose scales may differ: the halves of a gated w13, else all of them.
+/// The parts of an expert's rows whose scales may differ: the halves of a gated w13, otherwise all rows.
 #[derive(Clone, Copy)]
 struct Parts {
     count: i64,
-    /// Of all parts.
+    /// Rows of all parts.
     rows: i64,
-    /// Kernels read what there is of each row in whole blocks, which a part does not fill.
+    /// Whether kernels read the numbers of rows in whole blocks, and a part does not fill them.
     pads: bool,
 }
 
 impl Parts {
-    /// Those of w13.
+    /// The parts of w13.
     fn new(count: i64, w13: &View) -> Result<Parts> {
         let &[experts, rows, hidden] = w13.shape() else { return Ok(Parts { count, rows: 0, pads: false }) };
         let (intermediate, format) = (rows / count, Format::Fp8TensorToken);
@@ -115,8 +116,8 @@ impl Parts {
         Ok(Parts { count, rows, pads: rows % (count * LEAST_COLUMNS) == 0 && pads(w13.place, &desc)? })
     }
 
-    /// Numbers [experts, rows] of rows, those of each part behind zeros up to whole blocks. None: another shape, which the contract of the
-    /// layer refuses.
+    /// A copy of numbers of rows, [experts, rows], in which zeros follow each part up to whole blocks. None if the shape is another one,
+    /// which the contract of the layer refuses.
     fn padded<'py>(
         self,
         contract: &mut Contract<'_>,
@@ -138,7 +139,8 @@ impl Parts {
     }
 }
 
-/// The scales of `weights`' blocks: its scale repeated, or what is such a table already, or ones beside the scales of rows.
+/// (table of the scales of `weights`' blocks, scales of rows if given). A scale of the matrix or of a part is repeated in the table. A
+/// given table stays as it is. With scales of rows the table has ones.
 fn table<'py>(
     contract: &mut Contract<'_>,
     name: &'static str,
@@ -149,7 +151,7 @@ fn table<'py>(
     let (block, parts) = (GROUP as i64, of.count);
     let &[experts, rows, columns] = weights.shape() else { return Ok((object.clone(), None)) };
     if rows % (parts * LEAST_COLUMNS) != 0 || columns % LEAST_COLUMNS != 0 {
-        // The contract of the weights says it.
+        // The contract of the weights refuses this shape.
         return Ok((object.clone(), None));
     }
     let scale = contract.input(name, object)?;
@@ -208,7 +210,7 @@ fn refuse_numpy(name: &str, scale: &View) -> Result<()> {
     Ok(())
 }
 
-/// One number; of several the largest.
+/// The scale of activations as one number. If there is a number for each expert, it is the largest.
 fn of_activations<'py>(
     contract: &mut Contract<'_>,
     name: &'static str,

@@ -18,12 +18,12 @@ use crate::tensor::{Borrowed, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-/// Two codes a byte, or eight a word of 32 bits.
+/// Element types of codes: a byte has two codes, a word of 32 bits has eight.
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::I32];
 const SCALES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 const ZEROS: [Elem; 2] = [Elem::U8, Elem::I8];
 
-/// What codes, scales and biases do not say.
+/// The properties of int4 experts that codes, scales and biases do not show.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub dtype: Dtype,
@@ -31,10 +31,10 @@ pub struct Spec {
     pub zeros: Option<[View; 2]>,
 }
 
-/// The largest zero point: GPTQ's are one more than what it stores.
+/// The largest zero point. GPTQ's zero points are one more than the numbers that it stores.
 const MOST: i64 = 16;
 
-/// An error where a zero point is out of range.
+/// An error if a zero point is out of range.
 fn check_zero(operand: &str, number: i64) -> Result<()> {
     if !(0..=MOST).contains(&number) {
         contract!("{operand}: expected zero points from 0 to {MOST}, got {number}");
@@ -48,8 +48,8 @@ fn columns(codes: &View) -> i64 {
 }
 
 impl Source for Spec {
-    /// Checks w13 [E, 2I, H / 2 bytes], w2 [E, H, I / 2 bytes], scales [E, 2I, groups] and [E, H, groups], zero points of their shapes, and
-    /// biases.
+    /// Checks w13 [E, 2I, H / 2 bytes], w2 [E, H, I / 2 bytes], scales [E, 2I, groups] and [E, H, groups], zero points of the scales'
+    /// shapes, and biases.
     fn layer(&self, operands: &Operands<'_>, options: &Options<'_, '_>) -> Result<Layer> {
         let Operands { w13, w2, b13, b2, scales } = operands;
         let (layout, activation, gated) = (options.layout()?, options.activation()?, options.gated());
@@ -154,7 +154,7 @@ impl Source for Spec {
     }
 }
 
-/// An error for zero points on a GPU that are out of range, which this waits for. Those on CPUs are looked at with the rest of the contract.
+/// An error if zero points on a GPU are out of range. It waits for the GPU. Zero points on CPUs are checked with the rest of the contract.
 fn refuse_on_gpus(name: &str, zeros: &Borrowed<'_>) -> Result<()> {
     if zeros.place == Place::Cpu || zeros.numel() == 0 {
         return Ok(());
@@ -174,7 +174,7 @@ fn refuse_on_gpus(name: &str, zeros: &Borrowed<'_>) -> Result<()> {
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
 #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, dtype="bf16", **options),
     text_signature = "(w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, b13=None, b2=None, layout=\"gate_up\", \
-activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\")")]
 pub fn int4<'py>(
     w13: &Bound<'py, PyAny>,
     w2: &Bound<'py, PyAny>,
@@ -203,7 +203,8 @@ pub fn int4<'py>(
         let views = zeros.as_ref().map(|both| both.each_ref().map(|zeros| (**zeros).clone()));
         let arguments = common.arguments([w13, w2], [Some(w13_scale), Some(w2_scale)]);
         let spec = Spec { dtype, zeros: views };
-        // On GPUs the packed form has the zero points; these tensors are read before this call ends.
+        // On GPUs the packed form has the zero points, so the tensors are not kept. Packing, which reads them, is launched before this call
+        // ends.
         let kept = zeros.clone().filter(|[up, _]| up.place == Place::Cpu);
         let extra = kept.into_iter().flat_map(|both| ["w13_zeros", "w2_zeros"].into_iter().zip(both)).collect();
         ExpertWeights::new(contract, &arguments, &spec, options, &common.given, extra)

@@ -1,4 +1,4 @@
-//! MXFP4 experts: their contract, and the packed form that GPUs read.
+//! The contract of MXFP4 experts, and the packed form that GPUs read.
 
 use super::{mxfp4_a8, Source};
 use crate::contract;
@@ -16,22 +16,22 @@ use crate::quant::mxfp4::{BLOCK, BLOCKS};
 use crate::quant::ops::check_vectors;
 use crate::quant::packed::{self, Extent, Form};
 use crate::quant::{self, Format, Packing};
-use crate::tensor::{self, Borrowed, Contract, Dim, Elem, Place};
+use crate::tensor::{self, check_dtype, Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
 pub const SCALES: [Elem; 3] = [Elem::U8, Elem::E8M0, Elem::F32];
 pub const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 
-/// What codes, scales and biases do not say.
+/// The properties of MXFP4 experts that codes, scales and biases do not show.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub dtype: Dtype,
-    /// Activations are quantised to e4m3.
+    /// Whether activations are quantised to e4m3.
     pub e4m3: bool,
-    /// Columns of x and of the output, up to H; None: H. What lies beyond them is padding that is never read.
+    /// Columns of x and of the output, at most H. None means H. Weights beyond these columns are padding that is never read.
     pub hidden: Option<i64>,
-    /// The packed form takes the place of the given tensors.
+    /// Whether packing overwrites the given tensors with the packed form.
     pub in_place: bool,
 }
 
@@ -59,6 +59,9 @@ impl Source for Spec {
         };
         let (block, experts) = (BLOCK as i64, Dim::Named("experts"));
         let mut contract = Contract::new();
+        for (name, codes) in [("w13", w13), ("w2", w2)] {
+            refuse_blocks(name, codes)?;
+        }
         contract.check("w13", w13, &[experts, Dim::Named("rows of w13"), Dim::Named("hidden / 2")], &CODES)?;
         let (rows, columns, intermediate) = (w13.shape()[1], 2 * w13.shape()[2], intermediate_size(w13, gated)?);
         check_sizes(w13, columns)?;
@@ -95,7 +98,7 @@ impl Source for Spec {
                 Place::Cpu => {
                     for (matrix, used_rows) in [(&mut layer.up, rows), (&mut layer.down, columns_of_x)] {
                         let Some(blocks) = &mut matrix.blocks else { continue };
-                        // SAFETY: the contract's shapes.
+                        // SAFETY: the contract has checked that the scales have these shapes.
                         let least =
                             unsafe { mxfp4_a8::least_scales(blocks, experts, (matrix.rows, used_rows), matrix.k) };
                         blocks.least = least.as_ptr();
@@ -125,6 +128,20 @@ impl Source for Spec {
     }
 }
 
+/// Refuses codes in blocks, as GPT-OSS's checkpoint has them, and says how to pass them. They are the same bytes as rows.
+fn refuse_blocks(name: &str, codes: &View) -> Result<()> {
+    let &[experts, rows, blocks, bytes] = codes.shape() else { return Ok(()) };
+    check_dtype(name, codes, &CODES)?;
+    if bytes != BLOCK as i64 / 2 {
+        return Ok(());
+    }
+    contract!(
+        "{name}: expected 3 dimensions [experts, rows, columns / 2], got shape {:?}, which has the codes in blocks; pass {name}.reshape({experts}, {rows}, {})",
+        codes.shape(),
+        blocks * bytes
+    )
+}
+
 /// Packs a CUDA layer's weights, into new tensors or into those of `operands`; `layer` then describes the packed form.
 pub fn pack<'py>(
     layer: &mut Layer,
@@ -144,7 +161,7 @@ pub fn pack<'py>(
     for (source, p) in [&up, &down].into_iter().zip(&params) {
         source.check(p, in_place)?;
     }
-    // Before anything is written.
+    // The contract must hold before anything is written.
     contract.finish()?;
     let [mut up_params, mut down_params] = params;
     let up = up.pack(&mut layer.up, contract, &mut up_params, in_place)?;
@@ -159,11 +176,11 @@ struct Unpacked<'a, 'py> {
     scales: &'a Borrowed<'py>,
 }
 
-/// Most bytes of codes that packing in place copies at a time, if more than one expert's.
+/// Most bytes of codes that packing in place copies at a time. It copies at least one expert's codes.
 const SCRATCH: usize = 32 << 20;
 
 impl<'py> Unpacked<'_, 'py> {
-    /// Without the outputs.
+    /// The parameters of packing, without the outputs.
     fn params(&self, layer: &Layer, up: bool) -> PackMxfp4Params {
         let matrix = if up { &layer.up } else { &layer.down };
         PackMxfp4Params {
@@ -210,7 +227,7 @@ impl<'py> Unpacked<'_, 'py> {
             let at_once = (SCRATCH / one.code_bytes()).clamp(1, p.experts as usize) as i64;
             let mut new = |shape: &[i64], elem| packing::new_tensor(contract, given, shape, elem);
             let factors = new(&[extent.experts], Elem::F32)?;
-            // These are freed after the launches: torch's caching allocator reuses them in stream order.
+            // The scratch tensors are freed after the launches. That is safe: torch's caching allocator reuses them in stream order.
             let scratch_codes = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
             let scratch_scales = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
             (p.packed_codes, p.packed_scales, p.expert_scales) = (p.codes, p.scales, factors.data.cast());

@@ -1,14 +1,15 @@
-//! MXFP4 experts with e4m3 activations: the range of scales that e4m3 leaves.
+//! MXFP4 experts with e4m3 activations: the range of scales that decoding to e4m3 allows.
 
 use crate::parallel::*;
 use crate::quant::blocks::Blocks;
 use crate::quant::packed_e4m3;
 use std::sync::Arc;
 
-/// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host, of whose rows and columns the first are used.
+/// `Blocks::least` of a checkpoint's matrices [experts, rows, 32 row_blocks] on the host. Only the first `used_rows` rows and `k` columns
+/// of each matrix count.
 ///
 /// # Safety
-/// `blocks` has the scales of all of them.
+/// `blocks` must have the scales of all rows of all experts.
 pub unsafe fn least_scales(blocks: &Blocks, experts: i64, (rows, used_rows): (i64, i64), k: i64) -> Arc<[u8]> {
     let (row_blocks, rows) = (blocks.row_blocks, rows as usize);
     // SAFETY: the caller's contract.

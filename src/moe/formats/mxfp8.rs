@@ -1,4 +1,4 @@
-//! MXFP8 experts: their contract.
+//! The contract of MXFP8 experts.
 
 use super::mxfp4::{self, BIASES, SCALES};
 use super::Source;
@@ -18,11 +18,12 @@ use crate::tensor::{Contract, Dim, Elem, Place};
 
 const CODES: [Elem; 2] = [Elem::E4M3, Elem::U8];
 
-/// What codes, scales and biases do not say.
+/// The properties of MXFP8 experts that codes, scales and biases do not show.
 #[derive(Clone, Debug)]
 pub struct Spec {
-    /// This and `in_place` are as those of MXFP4.
+    /// Columns of x and of the output, at most H. None means H. Weights beyond these columns are padding that is never read.
     pub hidden: Option<i64>,
+    /// Whether packing overwrites the given tensors with the packed form.
     pub in_place: bool,
 }
 

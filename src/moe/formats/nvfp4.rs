@@ -1,4 +1,4 @@
-//! NVFP4 experts: the constructor, the contract of its tensors, and the activations that are rounded to NVFP4 on their way.
+//! NVFP4 experts: the constructor, the contract of its tensors, and the factors of activations that are rounded to NVFP4.
 
 use super::nvfp4_gpu::{self, numbers_on_device};
 use super::Source;
@@ -24,22 +24,22 @@ pub const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];
 pub const SCALES: [Elem; 2] = [Elem::E4M3, Elem::U8];
 const BIASES: [Elem; 3] = [Elem::Bf16, Elem::F16, Elem::F32];
 
-/// What the tensors of the weights do not say. Of w13, then of w2.
+/// The properties of NVFP4 experts that codes, block scales and biases do not show. Pairs are of w13, then of w2.
 #[derive(Clone, Debug)]
 pub struct Spec {
     pub dtype: Dtype,
     pub layouts: [ScaleLayout; 2],
-    /// As `GroupedGemmParams::expert_scales`.
+    /// The numbers for `GroupedGemmParams::expert_scales`.
     pub factors: [Values; 2],
-    /// For each expert what rows are multiplied by before they are rounded to NVFP4; None: they are not.
+    /// The number of each expert by which its rows are multiplied before they are rounded to NVFP4. None if activations are not rounded.
     pub activations: Option<[Values; 2]>,
 }
 
-/// Numbers of experts where a layer reads them.
+/// Numbers of experts, in the memory where a layer reads them.
 #[derive(Clone, Debug)]
 pub enum Values {
     Host(Arc<[f32]>),
-    /// In a tensor that the weights keep; one number for all experts.
+    /// The address of a tensor that the weights keep alive, and whether it has one number for all experts.
     Device(*const f32, bool),
 }
 
@@ -95,7 +95,7 @@ impl Source for Spec {
         for ((name, scale, rows, columns), layout) in of.into_iter().zip(self.layouts) {
             let (rows, blocks) = layout.padded(rows as usize, (columns / block) as usize);
             let (rows, blocks) = (rows as i64, blocks as i64);
-            // What was a view of tiles is one of six dimensions.
+            // Scales that were given as a view of tiles have six dimensions.
             let tiles = [("row tiles", rows / 128), ("column tiles", blocks / 4), ("32", 32), ("4", 4), ("4", 4)];
             let tiles = tiles.map(|(name, size)| Dim::Is(name, size));
             match scale.shape().len() {
@@ -153,7 +153,8 @@ pub fn rounds(layer: &Layer) -> bool {
     layer.desc.format.weights() == Weights::Nvfp4 && !layer.up.x_scale.is_null()
 }
 
-/// Brings scales of `rows` rows of `blocks` blocks into memory as `ScaleLayout` has it; a view [32, 4, row tiles, 4, column tiles, E] is turned back.
+/// The scales of `rows` rows of `blocks` blocks in a `ScaleLayout`. A view [32, 4, row tiles, 4, column tiles, E] becomes a contiguous
+/// tensor of tiles again.
 fn scales<'py>(
     operand: &'static str,
     object: &Bound<'py, PyAny>,
@@ -181,7 +182,7 @@ fn scales<'py>(
 #[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
     scale_layout=None, dtype="bf16", **options),
     text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, \
-scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", dtype=\"bf16\")")]
+scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\")")]
 pub fn nvfp4<'py>(
     w13: &Bound<'py, PyAny>,
     w2: &Bound<'py, PyAny>,
@@ -254,7 +255,7 @@ pub fn nvfp4<'py>(
         let mut arguments = common.arguments([w13, w2], [Some(&w13_scale), Some(&w2_scale)]);
         arguments.b13 = arranged.as_ref().or(arguments.b13);
         let mut made = ExpertWeights::new(contract, &arguments, &spec, options, &common.given, extra)?;
-        // The attribute is what was given.
+        // The attribute is the tensor that was given, not the rearranged one.
         made.b13 = common.b13.as_ref().map(|bias| bias.clone().unbind());
         Ok(made)
     })

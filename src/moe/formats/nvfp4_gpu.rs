@@ -1,4 +1,4 @@
-//! NVFP4 experts on GPUs: the packed form of weights, and numbers of experts in device memory.
+//! NVFP4 experts on GPUs: the packed form of their weights, and numbers of experts in device memory.
 
 use crate::contract;
 use crate::error::Result;
@@ -11,7 +11,8 @@ use crate::quant::blocks::Blocks;
 use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
 use pyo3::prelude::*;
 
-/// fp32 [E, parts] beside `like`, as `numbers_of` takes them, and whether it is one number for all. Tensors may be on the CPU, too.
+/// fp32 [E, parts] on the device of `like`, made from what `numbers_of` takes, and whether it is one number for all. The given tensor may
+/// also be on the CPU.
 pub fn numbers_on_device<'py>(
     contract: &mut Contract<'_>,
     operand: &'static str,
@@ -46,24 +47,24 @@ pub fn numbers_on_device<'py>(
     if given.place == Place::Cpu {
         all = all.call_method1("to", (like.object().getattr("device")?,))?;
     }
-    // NOTE: a copy: what the caller writes later would change the layer between two launches.
+    // NOTE: this is a copy, because a later write of the caller would change the layer between two launches.
     let made = contract.new_output(operand, like, &[experts, parts], Elem::F32)?;
     made.object().call_method1("copy_", (all,))?;
     Ok((made, given.numel() == 1))
 }
 
-/// A bias of w13 [E, 2I] whose rows lie in 64s, with its halves one after the other, as `in_halves` has the layout.
+/// A bias of w13 [E, 2I] whose rows lie in 64s, rearranged so that its halves lie one after the other, in the layout of `in_halves`.
 pub fn bias_in_halves<'py>(bias: &Bound<'py, PyAny>, experts: i64, rows: i64) -> PyResult<Bound<'py, PyAny>> {
     let halves = bias.call_method1("reshape", ([experts, rows / 128, 2, 64],))?.call_method1("transpose", (1, 2))?;
     halves.call_method1("reshape", ([experts, rows],))
 }
 
-/// Whether rows lie in 64s.
+/// Whether rows of w13 lie in 64s: 64 rows of one half, then 64 of the other.
 pub fn is_in_64s(layout: W13Layout) -> bool {
     matches!(layout, W13Layout::GateUp64 | W13Layout::UpGate64)
 }
 
-/// The layout whose halves are in the same order.
+/// The layout with whole halves, in the order of this layout's halves.
 fn in_halves(layout: W13Layout) -> W13Layout {
     match layout {
         W13Layout::GateUp64 => W13Layout::GateUp,

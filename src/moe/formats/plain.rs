@@ -1,4 +1,4 @@
-//! Experts whose weights are plain numbers: bf16, f16 or f32.
+//! Experts whose weights are plain numbers of bf16, f16 or f32.
 
 use super::Source;
 use crate::contract;
@@ -12,7 +12,7 @@ use crate::moe::weight_maps;
 use crate::quant::Format;
 use crate::tensor::{Contract, Dim, Elem, Place};
 
-/// Weights of this element type.
+/// Plain weights of this element type.
 #[derive(Clone, Copy, Debug)]
 pub struct Plain(pub Elem);
 

@@ -1,8 +1,8 @@
-//! What kernels of a layer count in.
+//! The counters in the workspace, in which the kernels of a layer count.
 
 use super::sm90;
 
-/// What the workspace range `counters` holds, all i32 that routing sets to 0.
+/// The contents of the workspace range `counters`: i32 that the routing or the schedule sets to 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counters {
     tiles: i32,
@@ -14,17 +14,20 @@ pub fn counters(max_tiles: i32, hidden: i64) -> Counters {
 }
 
 impl Counters {
-    /// `next_unit` of GEMM1 (of the fused layer: of both) and of GEMM2.
+    /// Index of `next_unit` of GEMM1, or of both GEMMs in a fused layer.
     pub const NEXT_UP: usize = 0;
+    /// Index of `next_unit` of GEMM2.
     pub const NEXT_DOWN: usize = 1;
+    /// First index of `LayerParams::tiles_done`.
     pub const TILES_DONE: usize = 2;
-    /// i32 `[1 + experts]`: `GroupedGemmParams::done`, where layers in one launch count tiles.
+    /// First index of `GroupedGemmParams::done`, i32 `[1 + experts]`. Layers in one launch have `TILES_DONE` there.
     pub const DONE: usize = 2;
-    /// Of e4m3 with one scale for all of a call: the largest magnitudes of x and of GEMM1's output, where layers in one launch count tiles.
+    /// Index of the largest magnitude of x, for e4m3 with one scale for all rows of a call. Layers in one launch have `TILES_DONE` there.
     pub const PEAK_X: usize = 2;
+    /// Index of the largest magnitude of GEMM1's output, for e4m3 with one scale for all rows of a call.
     pub const PEAK_HIDDEN: usize = 3;
 
-    /// Of those that a call has, with `DONE`.
+    /// How many counters a call with `DONE` has.
     pub fn with_done(experts: i64) -> i32 {
         Self::DONE as i32 + 1 + experts as i32
     }

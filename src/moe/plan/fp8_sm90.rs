@@ -4,7 +4,7 @@ use super::call::Routed;
 use super::kernels::{Gemms, KernelSet, Rows};
 use super::steps::{Step, Task};
 use super::tiles;
-use super::{max_tiles, sm90, GemmDesc, Overlap};
+use super::{max_tiles, sm90, units, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
@@ -34,7 +34,7 @@ pub const KERNELS: KernelSet = KernelSet {
     rounds_inside: |gemms, tile_tokens| quantises_inside(&gemms.likely[0], tile_tokens, gemms.device),
     launches,
     overlap: |gemms, tile_tokens, up| {
-        // Where rows of x have been written in the order of places GEMM2 writes where GEMM1 reads.
+        // If rows of x were written in the order of places, GEMM2 writes to the memory that GEMM1 reads.
         let apart = matches!(gemms.rows, Rows::Gathered { .. }) && in_order(tile_tokens);
         let inside = quantises_inside(&gemms.likely[0], tile_tokens, gemms.device);
         (inside && !apart).then(|| overlap(&gemms.up, tile_tokens, up))
@@ -46,7 +46,7 @@ pub const KERNELS: KernelSet = KernelSet {
     variants,
 };
 
-/// GEMM1 and GEMM2.
+/// The launches of GEMM1 and GEMM2.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     let Gemms { device, up, down, likely, .. } = gemms;
     let up = match quantises_inside(&likely[0], tile_tokens, device) {
@@ -61,7 +61,7 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     (up, Some(down))
 }
 
-/// An error where no kernel takes the layer, these or the portable one of other GPUs.
+/// An error if neither these kernels nor the portable one of other GPUs takes the layer.
 pub fn require(layer: &LayerDesc) -> Result<()> {
     let spec = layer.format.spec();
     let (name, block, inner_block) = (spec.name, spec.block, spec.inner_block);
@@ -74,7 +74,7 @@ pub fn require(layer: &LayerDesc) -> Result<()> {
     Ok(())
 }
 
-/// Whether the layer is served by these kernels.
+/// Whether these kernels serve the layer.
 pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
     layer.format.is_fp8() && device.is_hopper() && require(layer).is_ok()
 }
@@ -87,8 +87,9 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
     tiles::narrowest(&fp8::TILES, FEW_UNITS, gemm, tokens, device)
 }
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one, so that weights are read once. us on an H200 of
-/// `moe_masked` with x in e4m3 and rows drawn from Poisson distributions, with tiles of 16, 64 and 128 (GEMM2 as `down` has it), by mean:
+/// The schedule's tile for both GEMMs of a layer. Nearly every expert must fit in one tile, so that weights are read once. us on an H200 of
+/// `moe_masked` with x in e4m3 and rows drawn from Poisson distributions, with tiles of 16, 64 and 128 (GEMM2 has the kernel that `down`
+/// chooses), by mean:
 ///   E64 H2048 I768     4: 79.5, 80.5, 93.3   10: 80.3, 81.8, 94.5   32: 117, 85.8, 98.1   52: 141, 92.6, 103   56: 144, 95.7, 104
 ///   E128 H2048 I512    4: 101.5, 102, 114    10: 109, 105.8, 119    32: 155, 113, 127     52: 206, 129, 139    60: 223, 136, 141
 ///   E32 H7168 I2048    4: 337, 336, 357      10: 338, 340, 362      32: 488, 352, 378     52: 603, 377, 404    56: 647, 414, 405
@@ -109,23 +110,27 @@ fn tile_tokens(gemm: &GemmDesc, order: Order) -> i32 {
 /// Whether rows of x lie in the order of places.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// No: each slot's row is gathered.
+    /// They do not: each slot's row is gathered.
     Gathered,
-    /// What quantises x can write each slot's row there.
+    /// The launch that quantises x can write each slot's row to its place.
     Possible,
+    /// The caller's rows lie in this order.
     Given,
 }
 
-/// Columns between the GEMMs below which GEMM2's tokens stay even in tiles of 16.
+/// Below so many columns between the GEMMs, GEMM2's tokens stay even in tiles of 16.
 const SHORT: i64 = 512;
 
 impl Order {
-    /// Slots an expert above which the kernel for rows in order is faster, and columns between the GEMMs from which on. us of both GEMMs
-    /// alone, wide and it: 32 experts of dsv3 (I 2048) at a mean of 256 and 1024 938, 859 and 3103, 2649; qwen3-30b-a3b (I 768) 450, 419 and
-    /// 1508, 1315; of rows that are in order at 102 414, 459 and 117, 127, and at 128, where a half of the experts has two wide tiles, 592, 505
-    /// and 144, 135. Else each slot's row is written first, and GEMM2 begins behind GEMM1, not where that ends. A layer of dsv3-ep8, wide and in
-    /// order, at a mean of 192 649, 660; 224 699, 766; 256 778, 842; 320 922, 944; 384 1076, 1130; 512 1500, 1444. What writes rows takes 120 us
-    /// where the GEMMs of qwen3-30b-a3b gain 110 (16384 tokens); DeepSeek-V3's 256 columns between 8 ranks gain nothing.
+    /// The kernel for rows in order is faster above so many slots an expert, if there are at least so many columns between the GEMMs. us of
+    /// both GEMMs alone, wide and in order: 32 experts of dsv3 (I 2048) at a mean of 256 and 1024 938, 859 and 3103, 2649; qwen3-30b-a3b (I
+    /// 768) 450, 419 and 1508, 1315. For given rows at a mean of 102 414, 459 and 117, 127; at 128, where half of the experts have two wide
+    /// tiles, 592, 505 and 144, 135.
+    ///
+    /// For possible rows each slot's row is written first, and GEMM2 begins after GEMM1, not where GEMM1 ends. us of a layer of dsv3-ep8,
+    /// wide and in order, at a mean of 192 649, 660; 224 699, 766; 256 778, 842; 320 922, 944; 384 1076, 1130; 512 1500, 1444. The launch
+    /// that writes the rows takes 120 us where the GEMMs of qwen3-30b-a3b gain 110 (16384 tokens). DeepSeek-V3's 256 columns between 8
+    /// ranks gain nothing.
     fn bounds(self) -> Option<(f64, i64)> {
         match self {
             Order::Gathered => None,
@@ -140,9 +145,9 @@ pub fn in_order(tile_tokens: i32) -> bool {
     tile_tokens == ORDERED_TOKENS as i32
 }
 
-/// In steps of what an expert's slots are cut into tiles. A half of a wide tile is multiplied whole: with several tiles an expert, full ones
-/// and a rest are less work than even parts. us of GEMM1, even parts and full ones: dsv3-tp8 M = 4096 (mean 128) 367, 385; 16384 (512) 1114,
-/// 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926.
+/// The step in which an expert's slots are cut into tiles. A half of a wide tile is multiplied whole. So with several tiles an expert, full
+/// tiles and a rest are less work than even parts. us of GEMM1, even parts and full tiles: dsv3-tp8 M = 4096 (mean 128) 367, 385; 16384
+/// (512) 1114, 1082; qwen3-30b-a3b 4096 (256) 290, 280; 16384 (1024) 924, 926.
 pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     if in_order(tile_tokens) {
         tile_tokens / 3
@@ -153,11 +158,12 @@ pub fn tile_step(slots: i64, experts: i64, tile_tokens: i32) -> i32 {
     }
 }
 
-/// Groups of an expert's columns between the GEMMs for each multiprocessor from which on units of a whole one are as good as halves of it.
+/// From so many groups of the experts' columns between the GEMMs for each multiprocessor on, units of a whole group are as good as units
+/// of half a group.
 const LEAST_GROUPS: i64 = 1;
 
-/// Whether GEMM1's own epilogue quantises what GEMM2 reads: its CTAs have whole groups of a row, not whole rows. With tiles of few tokens its
-/// units are then twice as long, and few of them would leave multiprocessors idle.
+/// Whether GEMM1's own epilogue quantises its output for GEMM2. Its CTAs have whole groups of a row, not whole rows. With tiles of few
+/// tokens units are then twice as long, and few of them would leave multiprocessors idle.
 fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool {
     if !by_groups(gemm.format) || tile_tokens >= WIDE_TOKENS as i32 {
         return by_groups(gemm.format);
@@ -166,7 +172,7 @@ fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool 
     fp8::quantises(&tile(gemm, tile_tokens, device)) && units >= LEAST_GROUPS * i64::from(device.multiprocessors)
 }
 
-/// What a GEMM2 knows of GEMM1 that begins where that ends. GEMM1's units are groups of a row but in wide tiles. `up`: GEMM1.
+/// The facts of GEMM1 for a GEMM2 that begins where GEMM1 ends. A unit of GEMM1 is a group of a row, except in wide tiles. `up`: GEMM1.
 fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
     let group = GROUP as u32 * if up.gated { 2 } else { 1 };
     let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { launch.variant.unit_rows() } else { group };
@@ -178,7 +184,7 @@ fn by_groups(format: Format) -> bool {
     format.activations() == Activations::Fp8(Fp8Scaling::Groups)
 }
 
-/// GEMM1 whose epilogue quantises. Its units have 128 outputs.
+/// The launch of a GEMM1 whose epilogue quantises. A unit has 128 outputs.
 fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let launch = self::gemm(gemm, tile_tokens, device);
     let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
@@ -197,29 +203,29 @@ fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device)
 }
 
-/// Tokens of GEMM2's tiles where it has its own schedule.
+/// Tokens of GEMM2's tiles, if it has its own schedule.
 pub const DOWN_TILE_TOKENS: i32 = ORDERED_TOKENS as i32;
 
-/// Slots an expert from which on GEMM2 has it, and columns between the GEMMs.
+/// GEMM2 has its own schedule above so many slots an expert, and from so many columns between the GEMMs on.
 const DOWN_MEAN: f64 = 96.0;
 const DOWN_LEAST_K: i64 = 640;
 
-/// Tokens of GEMM2's own tiles behind a GEMM1 that gathers: its rows lie in order whatever GEMM1 reads. us of GEMM2 in ncu, with GEMM1's
-/// schedule (`down`) and with its own, without the launch that makes it:
+/// Tokens of GEMM2's own tiles after a GEMM1 that gathers. GEMM2's rows lie in order whatever GEMM1 reads. us of GEMM2 in ncu, with GEMM1's
+/// schedule (`down`) and with its own, without the launch that makes its schedule:
 ///   qwen3-30b-a3b (K 768)               M 2048 (mean 128)  109, 98;   3072  142, 127;   4096  167, 159;   16384  524, 463
 ///   dsv3-ep8 (K 2048), tokens in e4m3   M 1024 (mean 256)  309, 292;   4096  996, 889
-/// With K 512 GEMM2 gains 4 to 6 %, the layer nothing.
+/// With K 512 GEMM2 gains 4 to 6 %, and the layer nothing.
 fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
     let many = gemm.slots as f64 > DOWN_MEAN * gemm.experts as f64;
     (tile_tokens == WIDE_TOKENS as i32 && many && gemm.k >= DOWN_LEAST_K).then_some(DOWN_TILE_TOKENS)
 }
 
-/// GEMM2: where its K is short, the kernel whose tokens stay, with units as large as leave each multiprocessor several of them. us of GEMM2,
-/// wide, units of 4, of 8, of 16 blocks (both GEMMs where M = 1024), variants in turn:
+/// The launch of GEMM2. If its K is short, it is the kernel whose tokens stay, with the largest units that leave each multiprocessor
+/// several. us of GEMM2, wide, units of 4, of 8, of 16 blocks (both GEMMs for M = 1024), variants in turn:
 ///   dsv3-tp8 (K 256)        M 1024  402, 389, 390, 393;   4096  282, 253, 255, 266;   16384  975, 824, 799, 768
 ///   qwen3-30b-a3b (K 768)   M 1024  190, 183, 183, 183;   4096  152, 159, 155, 174;   16384  505, 527, 485, 479
-/// us of a layer with tiles of fewer tokens, in turn, GEMM2 with that tile and this kernel: dsv3-tp8 (16) M 16 153, 153; 64 309, 300; (64) 256
-/// 417, 363; 512 440, 384; qwen3-30b-a3b (16) 64 153, 155; (64) 256 165.0, 163.0; 512 172.6, 169.5.
+/// us of a layer with tiles of fewer tokens, in turn, GEMM2 with that tile and this kernel: dsv3-tp8 (16) M 16 153, 153; 64 309, 300; (64)
+/// 256 417, 363; 512 440, 384; qwen3-30b-a3b (16) 64 153, 155; (64) 256 165.0, 163.0; 512 172.6, 169.5.
 fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let pairs = 2 * GROUP as i64;
     let short = gemm.k < SHORT || tile_tokens >= 64 && gemm.k <= 4 * pairs;
@@ -229,7 +235,7 @@ fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let group = GROUP as u32;
     let [few, many] = fp8::STATIONARY_BLOCKS;
     let tiles = (gemm.slots / i64::from(tile_tokens)).max(gemm.slots.min(gemm.experts)) as u32;
-    let rounds = tiles * (gemm.rows as u32).div_ceil(many * group) / device.multiprocessors;
+    let rounds = units(tiles, (gemm.rows as u32).div_ceil(many * group)) / device.multiprocessors;
     let blocks = match (rounds, gemm.k) {
         (16.., _) => many,
         (8.., k) if k > pairs => many,
@@ -242,7 +248,7 @@ fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     tiles::launch_units(&[gemm], tile_tokens, (fp8::stationary(blocks), blocks * group), device)
 }
 
-/// The same where only `expected` many rows are likely of all that there is room for.
+/// The launch of GEMM2 on rows in order. Only the rows of `expected` are likely; `all` has all rows for which there is room.
 fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
     let (few, many) = (down(expected, tile_tokens, device), gemm(all, tile_tokens, device));
     match few.variant.family {
@@ -253,28 +259,30 @@ fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, devic
     }
 }
 
-/// What csrc/moe/routed_layer_fp8_sm90.cuh has room for: columns of x and between the GEMMs.
+/// Most columns of x, and between the GEMMs, for which csrc/moe/routed_layer_fp8_sm90.cuh has room.
 const LAYER_HIDDEN: i64 = 8192;
 const LAYER_INNER: i64 = 2048;
 
-/// Most tokens of a layer in one launch, and of one with more columns of x than that, whose tokens leave the rings less room.
+/// Most tokens of a layer in one launch: `LAYER_TOKENS`, or `LONG_TOKENS` if x has more than `LONG_HIDDEN` columns. Long tokens leave the
+/// rings less room.
 const LAYER_TOKENS: i64 = 8;
 const LONG_HIDDEN: i64 = 4096;
 const LONG_TOKENS: i64 = 4;
 
-/// The layer in one launch, with the routing and both quantisations inside. us a layer of cold weights, separate launches (without routing,
-/// which takes 3 to 4) and one, with two CTAs a multiprocessor and with one:
+/// The layer in one launch, with the routing and both quantisations inside. us a layer of cold weights: separate launches (without routing,
+/// which takes 3 to 4), one launch with two CTAs a multiprocessor, and one launch with one CTA:
 ///   qwen3-30b-a3b (E128 H2048 I768)   1: 18.0, 16.9, 18.4   2: 28.1, 26.4, 27.7   4: 43.7, 40.5, 43.2   8: 74.6, 71.0, 76.3
 ///   E256 H2048 I512                   1: 15.6, 13.8, 13.8   2: 21.5, 21.0, 21.7   4: 34.4, 33.9, 35.6   8: 53.3, 52.6, 56.2
 ///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
-/// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their routing.
+/// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their
+/// routing.
 fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let pairs = 2 * GROUP as i64;
     let row_blocks = [up, down].map(|gemm| gemm.rows as u32 / sm90::LAYER_ROWS);
     let tiles = max_tiles(up.slots, up.experts, sm90::LAYER_TOKENS) as u32;
     let long = up.k > LONG_HIDDEN;
-    // Few long units of GEMM1 are over sooner with a multiprocessor each.
-    let alone = long && 2 * tiles * row_blocks[0] <= device.multiprocessors;
+    // Few long units of GEMM1 end sooner if each has a multiprocessor to itself.
+    let alone = long && units(2 * tiles, row_blocks[0]) <= device.multiprocessors;
     let logits = call.logits?;
     let (experts, ctas) =
         fp8::LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
@@ -288,14 +296,14 @@ fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Opti
     fits.then(|| Launch {
         variant,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
-        grid: (tiles * row_blocks.iter().sum::<u32>()).min(device.multiprocessors * ctas),
+        grid: units(tiles, row_blocks.iter().sum()).min(device.multiprocessors * ctas),
         block: variant.threads(),
         cluster: 1,
         shared_bytes: variant.shared_bytes().unwrap_or(0),
     })
 }
 
-/// Every kernel with a GEMM in it that a layer's calls may take.
+/// Every kernel with a GEMM in it that calls of a layer may take.
 fn variants(layer: &LayerDesc) -> Vec<Variant> {
     let gated = layer.gated;
     let gemms = fp8::TILES.iter().flat_map(|t| [gated, false].map(|gated| t.gated(gated)));

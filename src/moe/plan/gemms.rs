@@ -1,5 +1,5 @@
-//! The launches of both GEMMs of a layer. The sets of kernels are a table; the first that serves a layer on a device runs it. That is a property
-//! of the weights, never of the batch: a row's bits must not depend on the batch around it.
+//! The launches of both GEMMs of a layer. The sets of kernels are a table; the first set that serves a layer on a device runs it. Which set
+//! serves depends on the weights, never on the batch: a row's bits must not depend on the batch around it.
 
 use super::kernels::{Gemms, KernelSet};
 use super::{fp8_sm90, packed_sm90, portable, rounding, sm90, Overlap};
@@ -9,24 +9,26 @@ use crate::kernel::Launch;
 
 static SETS: [KernelSet; 4] = [packed_sm90::KERNELS, fp8_sm90::KERNELS, sm90::KERNELS, portable::KERNELS];
 
-/// The set that runs a layer. The last serves all.
+/// The set that runs a layer. The last set serves all layers.
 pub fn set_of(device: &Device, layer: &LayerDesc) -> &'static KernelSet {
     let serving = SETS.iter().find(|set| (set.serves)(device, layer));
     serving.unwrap_or(&SETS[SETS.len() - 1])
 }
 
-/// The launches of both GEMMs and of what rounds their rows.
+/// The launches of both GEMMs, and the launches that round their rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GemmsPlan {
+    /// Most tokens of a tile of the schedule.
     pub tile_tokens: i32,
-    /// Of GEMM2's own schedule, where it has one.
+    /// Most tokens of a tile of GEMM2's own schedule, if it has one.
     pub down_tile_tokens: Option<i32>,
-    /// What rounds x before GEMM1, and GEMM1's output where GEMM1 does not do it itself, in up to two launches each.
+    /// The launches, up to two each, that round x before GEMM1, and GEMM1's output if GEMM1 does not round it itself.
     pub quantize: [[Option<Launch>; 2]; 2],
+    /// GEMM1.
     pub up: Launch,
-    /// None: `up` has both GEMMs.
+    /// GEMM2. None if `up` has both GEMMs.
     pub down: Option<Launch>,
-    /// Where GEMM2 begins where GEMM1 ends.
+    /// The facts of GEMM1 that GEMM2 needs, if GEMM2 begins where GEMM1 ends.
     pub overlap: Option<Overlap>,
 }
 

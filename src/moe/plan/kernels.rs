@@ -1,4 +1,4 @@
-//! What a set of kernels is that runs the GEMMs of a layer, and what it is asked.
+//! The type of a set of kernels that runs the GEMMs of a layer, and the data from which it chooses tiles and launches.
 
 use super::call::Routed;
 use super::steps::Step;
@@ -8,25 +8,25 @@ use crate::device::Device;
 use crate::kernel::Launch;
 use crate::variants::Variant;
 
-/// Both GEMMs of a layer, as the choices of tiles and launches see them.
+/// Both GEMMs of a layer, as data for the choices of tiles and launches.
 #[derive(Clone, Copy)]
 pub struct Gemms<'a> {
     pub device: &'a Device,
     pub rows: Rows,
     pub up: GemmDesc,
     pub down: GemmDesc,
-    /// Parts of an expert's rows of w13, or rows of its w2, end inside a block (fp8); both GEMMs count whole blocks.
+    /// Whether parts of an expert's rows of w13, or rows of its w2, end inside a block (fp8). Both GEMMs then count whole blocks.
     pub cut: bool,
-    /// The same with as many slots as are likely, which choose tiles; grids hold all.
+    /// Both GEMMs with as many slots as are likely. Tiles are chosen for these; grids are large enough for all slots.
     pub likely: [GemmDesc; 2],
 }
 
-/// Where the rows of GEMM1 come from.
+/// The origin of GEMM1's rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Rows {
-    /// Each slot of so many tokens takes its token's row. `plain_x`: x is of the layer's dtype, not quantised by the caller.
+    /// Each slot of so many tokens takes its token's row. `plain_x`: x has the layer's dtype and was not quantised by the caller.
     Gathered { tokens: i64, plain_x: bool },
-    /// They lie in the experts' order. `expected` rows an expert are likely; `quantizes_x`: x is of the layer's dtype.
+    /// Rows lie in the experts' order. `expected` rows an expert are likely. `quantizes_x`: x has the layer's dtype.
     InOrder { expected: i64, quantizes_x: bool },
 }
 
@@ -46,7 +46,7 @@ impl<'a> Gemms<'a> {
         Gemms { device, rows, up, down, cut: layer.is_cut(), likely }
     }
 
-    /// One GEMM in the place of both.
+    /// A pair in which both GEMMs are this one.
     #[cfg(test)]
     pub fn alone(gemm: &GemmDesc, device: &'a Device) -> Gemms<'a> {
         let rows = Rows::Gathered { tokens: gemm.slots, plain_x: true };
@@ -57,26 +57,26 @@ impl<'a> Gemms<'a> {
 /// A set of kernels.
 #[derive(Clone, Copy)]
 pub struct KernelSet {
-    /// Whether it takes the layer on this device.
+    /// Whether the set takes the layer on this device.
     pub serves: fn(&Device, &LayerDesc) -> bool,
     /// Most tokens of a tile of the schedule.
     pub tile_tokens: fn(&Gemms<'_>) -> i32,
-    /// Most tokens of a tile of GEMM2's own schedule, where it has one.
+    /// Most tokens of a tile of GEMM2's own schedule, if it has one.
     pub down_tile_tokens: fn(&Gemms<'_>, i32) -> Option<i32>,
-    /// GEMM1 and GEMM2 with tiles of so many tokens; without a second launch the first has both.
+    /// The launches of GEMM1 and GEMM2 with tiles of so many tokens. If there is no second launch, the first has both.
     pub launches: fn(&Gemms<'_>, i32) -> (Launch, Option<Launch>),
-    /// Whether GEMM1 rounds what GEMM2 reads.
+    /// Whether GEMM1 rounds its output for GEMM2.
     pub rounds_inside: fn(&Gemms<'_>, i32) -> bool,
-    /// What a GEMM2 knows that begins where GEMM1, so launched, ends.
+    /// The facts of this launch of GEMM1 that GEMM2 needs. None if GEMM2 does not begin where GEMM1 ends.
     pub overlap: fn(&Gemms<'_>, i32, Launch) -> Option<Overlap>,
-    /// The layer in one launch, where that is the faster form.
+    /// The layer in one launch, if that is the faster form.
     pub one_launch: fn(&Routed, &Gemms<'_>) -> Option<Step>,
-    /// Every kernel with a GEMM in it that calls of a layer may take: they are loaded with the weights.
+    /// Every kernel with a GEMM in it that calls of a layer may take. These kernels are loaded with the weights.
     pub variants: fn(&LayerDesc) -> Vec<Variant>,
 }
 
 impl KernelSet {
-    /// What rows begin with: a set without layers in one launch, whose GEMMs have one schedule and do not overlap.
+    /// The set from which others are made. It has no layers in one launch, and its GEMMs have one schedule and do not overlap.
     pub const NONE: KernelSet = KernelSet {
         serves: |_, _| false,
         tile_tokens: |_| 0,

@@ -1,5 +1,5 @@
 //! Packed weights on Hopper: which layers the kernels serve, and the choice of their tiles, from measurements on H200 (both GEMMs of cold
-//! layers, random routing). A format is a row of tiles.
+//! layers, random routing). Each packed format has a row of tiles.
 
 use super::call::Routed;
 use super::kernels::{Gemms, KernelSet};
@@ -17,42 +17,43 @@ pub const KERNELS: KernelSet = KernelSet {
     serves,
     tile_tokens: |gemms| tile_tokens(&gemms.likely[0]),
     launches,
-    // GEMM1's epilogue rounds what it writes, but to e4m3, whose scale is a whole row's.
+    // GEMM1's epilogue rounds its output, except to e4m3, whose scale depends on a whole row.
     rounds_inside: |gemms, _| gemms.up.format.activations() != Activations::E4m3Rows,
     one_launch: layer,
     variants,
     ..KernelSet::NONE
 };
 
-/// How tiles are chosen where these borders are.
+/// How tiles are chosen for one kind of `Borders`.
 struct Choice {
-    /// As in `tiles::narrowest`.
+    /// Most work units for which the first of two tiles of equal width is taken; see `tiles::narrowest`.
     few_units: u32,
-    /// The schedule's tile for a mean number of an expert's slots, where K is whole stages of four blocks and where not.
+    /// The schedule's tile for a mean number of slots an expert. The second argument: whether K is whole stages of four blocks.
     of_mean: fn(f64, bool) -> i32,
 }
 
 fn choice(borders: Borders) -> Choice {
     match borders {
         Borders::FourBits => Choice { few_units: MXFP4_FEW_UNITS, of_mean: four_bits },
-        // us of 64 experts of qwen3-30b-a3b in NVFP4 on rows in order: mean 8 59 at 16, 63 at 48; 16 68 at 32, 64 at 48.
+        // us of 64 experts of qwen3-30b-a3b in NVFP4 on rows in order, by tile: mean 8 59 at 16, 63 at 48; mean 16 68 at 32, 64 at 48.
         Borders::FourBitsOfOneWidth => Choice { few_units: 0, of_mean: four_bits },
         Borders::E4m3 => Choice { few_units: MXFP4_FEW_UNITS, of_mean: e4m3 },
         Borders::Mxfp8 => Choice { few_units: MXFP8_FEW_UNITS, of_mean: mxfp8 },
     }
 }
 
-/// The packed form and the tiles of a format, of which plans ask only where it is packed.
+/// The packed form and the tiles of a packed format. Plans call it for packed formats alone.
 fn packing(format: Format) -> Packing {
     format.spec().packing.expect("these kernels serve packed formats alone")
 }
 
-/// Whether the kernels take a GEMM of this shape: 16-byte rows of x and of the output, and whole slices of weight rows.
+/// Whether the kernels take a GEMM of this shape: rows of x and of the output are multiples of 16 bytes, and slices of weight rows are
+/// whole.
 fn takes(device: &Device, rows: i64, k: i64, out_columns: i64) -> bool {
     device.is_hopper() && k % 8 == 0 && rows % 16 == 0 && out_columns % 8 == 0
 }
 
-/// Whether the kernels take the layer. Sizes of MXFP8, int4 and NVFP4 are multiples of 32 and 16, so that GPUs alone decide.
+/// Whether the kernels take the layer. Sizes of MXFP8, int4 and NVFP4 are multiples of 32 and 16, so that only the GPU decides.
 fn serves(device: &Device, layer: &LayerDesc) -> bool {
     // Rows of packed MXFP4 down weights are padded to a multiple of 32; only the output's columns count.
     let down_rows = if layer.format.weights() == Weights::Mxfp4 { 32 } else { layer.hidden };
@@ -61,7 +62,7 @@ fn serves(device: &Device, layer: &LayerDesc) -> bool {
         && takes(device, down_rows, layer.intermediate, layer.hidden)
 }
 
-/// The error for e4m3 activations where these kernels are not.
+/// The error for e4m3 activations if these kernels do not take the layer.
 pub fn require_e4m3(device: &Device, layer: &LayerDesc) -> Result<()> {
     if serves(device, layer) {
         return Ok(());
@@ -78,11 +79,11 @@ hidden size that is a multiple of 8, and CPU tensors (without activation_dtype: 
 ///   deepseek-v4 (E256 k6)      M 1 (0.7)        31.9, 27.4;   M 4 (2.9)  94.9, 91.1
 const MXFP4_FEW_UNITS: u32 = 6;
 
-/// Where GEMM2's K is at most this, units of 64 rows are better up to `SHORT_FEW_UNITS`: a unit of GEMM2 is then little work beside what it
-/// costs to take one. us a layer of kimi-k2-tp8 (E384 k8 H7168 I256) on an H100, 128 and 64 rows, two runs of each in turn:
+/// If GEMM2's K is at most this, units of 64 rows are better up to `SHORT_FEW_UNITS` only: a unit of GEMM2 is then little work beside the
+/// cost of taking it. us a layer of kimi-k2-tp8 (E384 k8 H7168 I256) on an H100, 128 and 64 rows, two runs of each in turn:
 ///   MXFP4   M 8 (1.0 units)  76.5 78.3, 77.0 76.5;   M 16 (1.9)  121.5 126.5, 130.9 132.3;   M 64 (5.8)  302.9 301.7, 318.5 329.1
 ///   int4    M 8              79.2 80.4, 80.8 80.0;   M 16        130.4 128.5, 134.6 136.1;   M 64        321.2 306.8, 333.8 337.5
-/// The K of these layers is 256; the border above it is chosen, no K between was measured.
+/// The K of these layers is 256. The border above it is chosen; no K between was measured.
 const SHORT_K: i64 = 512;
 const SHORT_FEW_UNITS: u32 = 1;
 
@@ -91,15 +92,14 @@ const SHORT_FEW_UNITS: u32 = 1;
 ///   dsv3-tp8, M = 16 (1.5 and 21)  95.4 + 48.3, 101.8 + 51.5
 const MXFP8_FEW_UNITS: u32 = 1;
 
-/// The tile of 4-bit weights and bf16 activations: nearly every expert
-/// must fit in one tile, so that weights are decoded once. us by tile (docs/kernels/grouped_gemm_mxfp4_sm90.md has more; borders between the
-/// means are chosen):
+/// The tile of 4-bit weights and bf16 activations. Nearly every expert must fit in one tile, so that weights are decoded once. us by tile
+/// (docs/kernels/grouped_gemm_mxfp4_sm90.md has more; borders between the means are chosen):
 ///   gpt-oss-120b   M 256 (mean 8)  465 at 16, 514 at 32;   M 512 (16)  553 at 32, 567 at 64
 ///   gpt-oss-20b    M 1024 (128)  446 at 128, 412 at 192
-/// and of 32 experts of dsv3 on rows in order: mean 8 218 at 16, 233 at 48; 10 245, 234; 36 298 at 48, 308 at 64; 48 317 at 64, 321 at 80; 56 340, 329;
-/// 70 390 at 80, 430 at 128; 84 521, 454. With both GEMMs in one launch (2026-11-24, medians of six in turn) at 48 and 64: dsv3 24 250, 244;
-/// 32 272, 264; 36 283, 271; NVFP4 24 257, 257; 32 288, 279; qwen3-30b-a3b, 64 experts, 12 57.9, 59.6; 24 61.0, 61.9; 128 experts, 24 115.7, 116.3;
-/// 32 117.7, 118.0.
+/// 32 experts of dsv3 on rows in order, by mean: 8 218 at 16, 233 at 48; 10 245, 234; 36 298 at 48, 308 at 64; 48 317 at 64, 321 at 80;
+/// 56 340, 329; 70 390 at 80, 430 at 128; 84 521, 454. With both GEMMs in one launch (2026-11-24, medians of six in turn) at 48 and 64:
+/// dsv3 24 250, 244; 32 272, 264; 36 283, 271; NVFP4 24 257, 257; 32 288, 279; qwen3-30b-a3b, 64 experts, 12 57.9, 59.6; 24 61.0, 61.9; 128
+/// experts, 24 115.7, 116.3; 32 117.7, 118.0.
 fn four_bits(mean: f64, fours: bool) -> i32 {
     match mean {
         mean if mean <= if fours { 10.0 } else { 11.0 } => 16,
@@ -124,8 +124,8 @@ fn e4m3(mean: f64, _: bool) -> i32 {
     }
 }
 
-/// The tile of MXFP8 weights: nearly every expert must fit in one, so that weights are read and decoded once. us by tile
-/// (the borders between the means are chosen, those of 48 and 80 as packed MXFP4's):
+/// The tile of MXFP8 weights. Nearly every expert must fit in one tile, so that weights are read and decoded once. us by tile
+/// (the borders between the means are chosen; those of 48 and 80 are packed MXFP4's):
 ///   qwen3-30b-a3b  M 256 (mean 16)  173 at 16, 160 at 32, 169 at 64;   M 1024 (64)  254 at 64, 254 at 128, 308 at 192
 ///                  M 4096 (256)  669 at 128, 671 at 192
 ///   gpt-oss-20b    M 256 (32)  272 at 32, 235 at 64, 268 at 128;   M 512 (64)  339 at 64, 322 at 128, 391 at 192
@@ -149,16 +149,20 @@ fn tile_tokens(gemm: &GemmDesc) -> i32 {
     (choice(packing(gemm.format).borders).of_mean)(mean, tiles::takes_fours(gemm))
 }
 
-/// Where both GEMMs share a launch, GEMM2's K is not short, and GEMM1 has more work units than a grid of one CTA less a multiprocessor, up to
-/// this many for each of those, that smaller grid is better: CTAs of a multiprocessor share what decodes weights, and GEMM2's units, which
-/// wait for all of GEMM1's of their tile, wait for the slowest. us of a layer on an H100, whole grid and smaller one (units a CTA of that):
-///   NVFP4   qwen3-30b-a3b  M 2 (1.5)  33.3 29.6;  M 3 (2.2)  40.4 35.0;  M 4 (2.9)  41.6 39.0;  M 6 (4.4)  52.5 51.5;  M 8 (5.8)  57.9 59.0
-///           gpt-oss-120b   M 1 (1.4)  40.2 42.0;  M 2 (2.7)  57.1 50.8;  M 3 (4.1)  69.8 71.4;  M 4 (5.5)  85.8 84.6
-///   MXFP4   qwen3-30b-a3b  M 3 (2.2)  34.9 33.3;  deepseek-v4  M 2 (2.9)  67.2 65.0;  glm-4.5-air-tp2  M 3 (2.0)  51.0 48.9, M 4 (2.7)  55.3 55.9
-///   int4    qwen3-30b-a3b  M 2 (1.5)  32.4 29.3;  M 3 (2.2)  36.4 34.2;  M 4 (2.9)  38.9 38.5;  M 6 (4.4)  49.5 50.6
+/// A grid with one CTA less a multiprocessor is better if both GEMMs share a launch, GEMM2's K is not short, and GEMM1 has more work units
+/// than this grid has CTAs, up to this many units for each CTA. CTAs of a multiprocessor share the execution units that decode weights.
+/// GEMM2's units wait for all of GEMM1's units of their tile, so they wait for the slowest. us of a layer on an H100, whole grid and
+/// smaller grid (units for each CTA of the smaller grid):
+///   NVFP4   qwen3-30b-a3b    M 2 (1.5)  33.3 29.6;  M 3 (2.2)  40.4 35.0;  M 4 (2.9)  41.6 39.0;  M 6 (4.4)  52.5 51.5
+///           qwen3-30b-a3b    M 8 (5.8)  57.9 59.0
+///           gpt-oss-120b     M 1 (1.4)  40.2 42.0;  M 2 (2.7)  57.1 50.8;  M 3 (4.1)  69.8 71.4;  M 4 (5.5)  85.8 84.6
+///   MXFP4   qwen3-30b-a3b    M 3 (2.2)  34.9 33.3
+///           deepseek-v4      M 2 (2.9)  67.2 65.0
+///           glm-4.5-air-tp2  M 3 (2.0)  51.0 48.9;  M 4 (2.7)  55.3 55.9
+///   int4    qwen3-30b-a3b    M 2 (1.5)  32.4 29.3;  M 3 (2.2)  36.4 34.2;  M 4 (2.9)  38.9 38.5;  M 6 (4.4)  49.5 50.6
 const FEWER_CTAS_UNITS: u32 = 3;
 
-/// GEMM1 and, where its launch has not both, GEMM2. A launch between them quantises e4m3 activations.
+/// The launch of both GEMMs, or with e4m3 activations the launches of GEMM1 and GEMM2, between which another launch quantises.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
         let Packing { tiles, fours, borders, .. } = packing(of.format);
@@ -183,16 +187,16 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
     }
 }
 
-/// The layer in one launch, with the routing inside, for so many tokens, where the tokens leave each warp a deep enough ring. us a layer,
-/// separate launches and one:
+/// The layer runs in one launch, with the routing inside, up to so many tokens, if the tokens leave each warp a ring of so many stages. us
+/// a layer, separate launches and one launch:
 ///   gpt-oss-120b (E128 k4)   M 1  30.3, 23.8;   M 2  47.1, 41.0;   M 4  67.0, 68.3;   M 8  117.0, 112.2
-/// The last two with all of an SM's shared memory, which they need.
+/// The launches of the last two took all of an SM's shared memory, which they need.
 const LAYER_TOKENS: i64 = 2;
 const LEAST_STAGES: i64 = 3;
 
 fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     let Gemms { up, down, device, .. } = gemms;
-    // Bytes of the tokens in shared memory, each in K blocks of 64 and 16 more; 64 behind them.
+    // Bytes of the tokens in shared memory: each token has K blocks of 64 and 16 bytes more, and 64 bytes follow the last.
     let bytes = |gemm: &GemmDesc| call.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
     let fits = up.format == Format::Mxfp4
         && sm90::routes_inside(call, up, sm90::ROUTED_EXPERTS, false)
@@ -202,7 +206,7 @@ fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     fits.then(|| {
         let launch = Launch {
             variant,
-            // NOTE: one an SM, though two fit: the other place is the next launch's.
+            // NOTE: an SM has one CTA, though two fit: the other place is for the next launch.
             grid: device.multiprocessors,
             block: variant.threads(),
             cluster: 1,
@@ -239,7 +243,7 @@ mod tests {
         crate::quant::FORMATS.into_iter().filter(|row| row.packing.is_some()).map(|row| row.format)
     }
 
-    /// GEMM1's kernel for a mean of so many slots an expert.
+    /// GEMM1's kernel for so many slots of so many experts.
     fn chosen(format: Format, k: i64, slots: i64, experts: i64) -> Variant {
         let device = Device::typical(Arch::SM90);
         let gemm = GemmDesc { element: Element::Bf16, format, gated: true, slots, experts, rows: 5760, k };
@@ -282,10 +286,10 @@ mod tests {
             (launch.grid, launch.variant.ctas_per_multiprocessor())
         };
         let (qwen3, kimi) = ((128, 8, 2048, 768), (384, 8, 7168, 256));
-        // Units of 128 weight rows: 96 a token, and 128 of GEMM2.
+        // Units have 128 weight rows: 96 units of GEMM1 a token, and 128 of GEMM2.
         let nvfp4 = [1, 2, 4, 5].map(|tokens| grid(Format::Nvfp4, qwen3, tokens));
         assert_eq!(nvfp4, [(224, 2), (132, 2), (132, 2), (264, 2)]);
-        // Units of 64: 192 a token.
+        // Units have 64 weight rows: 192 units of GEMM1 a token.
         let mxfp4 = [1, 2, 4, 5].map(|tokens| grid(Format::Mxfp4, qwen3, tokens));
         assert_eq!(mxfp4, [(396, 3), (264, 3), (264, 3), (396, 3)]);
         // GEMM2's K is short.

@@ -1,7 +1,7 @@
 //! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
 use super::kernels::KernelSet;
-use super::{element, max_tiles, GemmDesc};
+use super::{element, max_tiles, units, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
 use crate::quant::{Format, Weights};
@@ -19,19 +19,19 @@ pub const KERNELS: KernelSet = KernelSet {
     ..KernelSet::NONE
 };
 
-/// The kernels walk their work in a fixed stride: the grid is what is resident at once.
+/// The kernels walk their work in a fixed stride: the grid has the CTAs that are resident at once.
 const PERSISTENT: bool = true;
 
-/// Where a kernel reads MXFP4 scales.
+/// The form in which a kernel reads MXFP4 scales.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scales {
-    /// As the checkpoint has them, a row's one after another.
+    /// The checkpoint's order: the scales of a row lie one after another.
     Checkpoint,
-    /// Repacked, in the order of the threads.
+    /// The packed form: scales lie in the order of the threads.
     Packed,
 }
 
-/// Of the kernels here.
+/// The form in which the kernels here read MXFP4 scales.
 const SCALES: Scales = Scales::Packed;
 
 /// Fewest warps a CTA may have.
@@ -46,7 +46,7 @@ pub fn min_warps(arch: Arch, persistent: bool, format: Format, scales: Scales) -
     }
 }
 
-/// What `explain` says of that rule where it could matter: MXFP4 on sm_120.
+/// The text of `explain` on the rule of `min_warps`. It is given for MXFP4 on sm_120, because the rule could matter there.
 pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
     let strict = min_warps(device.arch, false, format, Scales::Checkpoint);
     let here = min_warps(device.arch, PERSISTENT, format, SCALES);
@@ -70,7 +70,7 @@ fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Varian
         .filter(move |t| t.vector == vector && t.warps >= warps && portable::shared_bytes(t) <= device.shared_bytes)
 }
 
-/// CTAs that a multiprocessor holds: it has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
+/// CTAs that a multiprocessor holds. It has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
 fn resident(tile: Variant, device: &Device) -> u32 {
     portable::ctas(&tile).min((device.shared_bytes + 1024) / (portable::shared_bytes(&tile) + 1024))
 }
@@ -80,15 +80,16 @@ fn row_blocks(gemm: &GemmDesc, tile: Variant) -> u32 {
     (gemm.rows as u32).div_ceil(tile.rows)
 }
 
-/// The narrowest tile that takes `tokens` tokens, else the widest there is.
+/// The narrowest tile that takes `tokens` tokens. If there is none, the widest tile.
 fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Variant {
     let mut fitting = tiles(gemm, device).filter(|t| t.tokens >= tokens);
     fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
 }
 
-/// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all fit in 16, and weights are read
-/// once; above 192, reading tokens and weights from shared memory (and decoding weights) less often pays for the padding, unless the wide
-/// tile leaves a multiprocessor one CTA where the narrower one leaves it two (plain weights on sm_80). Of MXFP4 no border was measured.
+/// The schedule's tile for both GEMMs of a layer. Up to a mean of 8 tokens an expert nearly all experts fit in 16, and weights are read
+/// once. Above 192, tokens and weights are read from shared memory (and weights decoded) less often, which pays for the padding. It does
+/// not pay if the wide tile leaves a multiprocessor one CTA and the narrower tile leaves it two (plain weights on sm_80). No border of
+/// MXFP4 was measured.
 fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     let mean = up.slots as f64 / up.experts.max(1) as f64;
     let overlaps = |tokens| resident(tile(up, tokens, device), device).min(2);
@@ -101,12 +102,12 @@ fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     };
     let fills = |tokens: u32| {
         [up, down].into_iter().all(|g| {
-            max_tiles(g.slots, g.experts, tokens as i32) as u32 * row_blocks(g, tile(g, tokens, device))
+            units(max_tiles(g.slots, g.experts, tokens as i32) as u32, row_blocks(g, tile(g, tokens, device)))
                 >= device.multiprocessors
         })
     };
     let mut tokens = wanted.min(tile(up, wanted, device).tokens).min(tile(down, wanted, device).tokens);
-    // Few experts: narrower tiles, until every multiprocessor has work.
+    // With few experts tiles become narrower, until every multiprocessor has work.
     while tokens > 16 && !fills(tokens) {
         tokens /= 2;
     }
@@ -116,7 +117,7 @@ fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
 fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens as u32, device);
     let variant = tile.with_element(gemm.element).gated(gemm.gated);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * row_blocks(gemm, tile);
+    let units = units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, row_blocks(gemm, tile));
     Launch {
         variant,
         grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
@@ -126,7 +127,7 @@ fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-/// Every kernel with a GEMM in it that a layer's calls may take.
+/// Every kernel with a GEMM in it that calls of a layer may take.
 fn variants(element: Element, format: Format) -> Vec<Variant> {
     let forms = |t: &Variant| [true, false].map(|gated| t.with_element(element).gated(gated));
     format.spec().portable.iter().flat_map(forms).collect()
@@ -180,7 +181,7 @@ mod tests {
         for t in [FP8_TILES.as_slice(), &MXFP8_TILES].concat() {
             assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
-        // Two CTAs of every tile of narrow weights fit where a multiprocessor has 100 KiB.
+        // Two CTAs of every tile of narrow weights fit if a multiprocessor has 100 KiB.
         for t in [MXFP4_TILES.as_slice(), &FP8_TILES, &MXFP8_TILES].concat() {
             assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
@@ -194,7 +195,7 @@ mod tests {
         for (tokens, tile) in [(1, 16), (16, 16), (128, 16), (256, 64), (1024, 64), (4096, 128)] {
             let (up, down) = layer(tokens, 8, 128, 2048, 768);
             for arch in ARCHS {
-                // Two CTAs of 64 tokens fit into the 164 KiB of sm_80, but one of 128.
+                // Two CTAs of 64 tokens fit into the 164 KiB of sm_80, but only one CTA of 128 tokens.
                 let tile = if arch == 80 { tile.min(64) } else { tile };
                 assert_eq!(tile_tokens(&up, &down, &Device::typical(Arch(arch))), tile, "{tokens} tokens on {arch}");
             }
@@ -207,7 +208,7 @@ mod tests {
         }
     }
 
-    /// Tiles of e4m3 end at 64 tokens; the one of MXFP8 is as wide and takes every schedule.
+    /// Tiles of e4m3 end at 64 tokens. The one tile of MXFP8 has 64 tokens too, and takes every schedule.
     #[test]
     fn tiles_of_e4m3() {
         for format in [Format::Fp8Block, Format::Mxfp8] {
@@ -268,7 +269,7 @@ mod tests {
         let device = Device::typical(Arch::SM120);
         for format in [Format::Bf16, Format::Mxfp4, Format::Mxfp8, Format::Fp8Block] {
             let mut chosen = Vec::new();
-            // What is left over at the end of a row is a matter of 16-bit tokens.
+            // Only 16-bit tokens may have a K that is no multiple of 8.
             let last = if matches!(format, Format::Bf16 | Format::Mxfp4) { 511 } else { 512 };
             for (tokens, hidden) in [(1, 2048), (512, 2048), (8192, 2048), (64, last)] {
                 let up = GemmDesc { format, ..layer(tokens, 8, 128, hidden, 768).0 };

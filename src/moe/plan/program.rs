@@ -1,5 +1,5 @@
-//! A call as a program: the list of its steps, with what their parameters are made from. It is a pure function of the call's shapes and the
-//! device, the same on every rank. The GPU runner, the CPU backend and `explain` walk the same list.
+//! A call as a program: the list of its steps, with the data from which their parameters are made. It is a pure function of the call's
+//! shapes and the device, the same on every rank. The GPU runner, the CPU backend and `explain` walk the same list.
 
 use super::call::{CallDesc, InOrder, Routed, Source, X};
 use super::gemms::{set_of, GemmsPlan};
@@ -20,29 +20,30 @@ use crate::workspace::Range;
 /// The most steps that a call has.
 const MOST_STEPS: usize = 10;
 
-/// A call: its steps, and what their parameters are made from.
+/// A call: its steps, and the data from which their parameters are made.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Program {
     steps: [Option<Step>; MOST_STEPS],
-    /// GEMM1's schedule, and GEMM2's where it has its own.
+    /// GEMM1's schedule.
     pub schedule: Schedule,
+    /// GEMM2's schedule, if it has its own.
     pub down_schedule: Option<Schedule>,
     /// Length of GEMM1's schedule.
     pub max_tiles: i32,
-    /// Counters that routing or schedule set to 0.
+    /// Number of counters that the routing or the schedule sets to 0.
     pub counter_count: i32,
-    /// Ids and weights of the slots, of a routed call.
+    /// A routed call: ids and weights of the slots.
     pub ids: At,
     pub slot_weights: At,
     pub gemms: [Gemm; 2],
-    /// What becomes of x, and of GEMM1's output where a step of its own rounds it.
+    /// The roundings of x and of GEMM1's output. None if it is not rounded.
     pub rounds: [Option<Round>; 2],
-    /// Set where GEMM2 begins where GEMM1 ends.
+    /// The facts of GEMM1 that GEMM2 needs, if GEMM2 begins where GEMM1 ends.
     pub overlap: Option<Overlap>,
     pub workspace: Workspace,
 }
 
-/// What the device decides of a program.
+/// The parts of a program that the device decides.
 struct Choice {
     tile_tokens: i32,
     down_tile_tokens: Option<i32>,
@@ -51,12 +52,12 @@ struct Choice {
     form: Form,
 }
 
-/// What of a layer is one launch.
+/// How a layer is divided into launches.
 #[derive(Clone, Copy, PartialEq)]
 enum Form {
-    /// Steps on the CPU.
+    /// There are no launches: the CPU runs the steps.
     Cpu,
-    /// Each GEMM. `rounds_inside`: GEMM1 rounds its output.
+    /// Each GEMM has a launch. `rounds_inside`: GEMM1 rounds its output.
     Apart {
         rounds_inside: bool,
     },
@@ -71,7 +72,7 @@ impl Choice {
     }
 }
 
-/// The program of a call. `device` None: the CPU backend.
+/// The program of a call. `device`: None for the CPU backend.
 pub fn program(call: &CallDesc, device: Option<&Device>) -> Result<Program> {
     match device {
         Some(device) => on_gpu(call, device),
@@ -116,7 +117,7 @@ fn on_gpu(call: &CallDesc, device: &Device) -> Result<Program> {
     Ok(program_in_order(call, &GemmsPlan::new(set, &gemms), device))
 }
 
-/// A routed call whose layer is one launch.
+/// The program of a routed call whose layer is one launch.
 fn in_one_launch(call: &CallDesc, device: &Device, routing: RoutingPlan, step: Step) -> Program {
     let (tile_tokens, layer) = (sm90::LAYER_TOKENS, &call.layer);
     let max_tiles = max_tiles(call.slots(), layer.experts, tile_tokens);
@@ -132,7 +133,7 @@ fn in_one_launch(call: &CallDesc, device: &Device, routing: RoutingPlan, step: S
     program
 }
 
-/// A routed call: routing, the GEMMs, combine.
+/// The program of a routed call: routing, the GEMMs, combine.
 fn routed_program(
     call: &CallDesc,
     routed: &Routed,
@@ -155,12 +156,12 @@ fn routed_program(
     program
 }
 
-/// A call on rows in the experts' order: a schedule of them, the GEMMs.
+/// The program of a call on rows in the experts' order: a schedule of the rows, the GEMMs.
 fn program_in_order(call: &CallDesc, gemms: &GemmsPlan, device: &Device) -> Program {
     let layer = &call.layer;
     let mut program = Program::new(call, Some(device), &gemms.choice(counters_of_rows(layer)));
     let finds_tiles = matches!(call.source, Source::InOrder(InOrder { finds_tiles: true, .. }));
-    // What rounds rows needs a schedule, too.
+    // A launch that rounds rows needs a schedule too.
     let alone = gemms.down.is_none() && gemms.quantize.iter().flatten().all(Option::is_none);
     if finds_tiles && alone && layer.experts <= MOST_EXPERTS {
         program.append([Step::launch(Task::BothGemmsOfRows, gemms.up)]);
@@ -227,14 +228,14 @@ impl Program {
         program
     }
 
-    /// What the launches' form changes of the GEMMs.
+    /// Adapts the GEMMs' places and K to the launches' form.
     fn finish_gemms(&mut self, call: &CallDesc, form: Form) {
         if form == Form::Cpu || !matches!(call.activations, Activations::Fp8(_)) {
             return;
         }
         let [up, down] = &mut self.gemms;
         match form {
-            // Such a launch rounds what it reads.
+            // Such a launch itself rounds x and GEMM1's output.
             Form::RoutedLayer => (up.x, down.x) = (At::start(Buffer::X), up.out),
             Form::Apart { rounds_inside: true } => (up.out, up.out_scales) = (down.x, down.x_scales),
             _ => {}
@@ -254,7 +255,7 @@ impl Program {
     fn append_gemms(&mut self, call: &CallDesc, gemms: &GemmsPlan) {
         let [x, hidden] = gemms.quantize;
         let x = rounds::launches_of_x(call, x);
-        // A launch here stands between the schedule and GEMM1, which then need not wait for the schedule.
+        // A launch for x stands between the schedule and GEMM1, which then need not wait for the schedule.
         self.gemms[0].schedule_is_older = x.iter().any(Option::is_some);
         self.append(x.into_iter().flatten().map(|launch| Step::launch(Task::RoundX, launch)));
         let Some(down) = gemms.down else {
@@ -275,13 +276,13 @@ impl Program {
         self.steps().filter_map(|step| step.launch)
     }
 
-    /// The launches of the steps that do this.
+    /// The launches of the steps with this task.
     pub fn launches_of(&self, task: Task) -> impl Iterator<Item = Launch> + '_ {
         self.steps().filter(move |step| step.task == task).filter_map(|step| step.launch)
     }
 }
 
-/// In steps of what an expert's rows are cut into tiles.
+/// The step in which an expert's rows are cut into tiles.
 fn tile_step(call: &CallDesc, tile_tokens: i32) -> i32 {
     match call.source {
         Source::Routed(_) if call.layer.format.is_fp8() => {
@@ -293,7 +294,7 @@ fn tile_step(call: &CallDesc, tile_tokens: i32) -> i32 {
     }
 }
 
-/// Both GEMMs of a call whose activations stay as they are.
+/// The places that both GEMMs read and write, in a call whose activations are not rounded.
 fn gemms(call: &CallDesc, ws: &Workspace, device: Option<&Device>) -> [Gemm; 2] {
     let layer = &call.layer;
     let (gathers, row_divisor, out) = match call.source {
@@ -313,7 +314,7 @@ fn gemms(call: &CallDesc, ws: &Workspace, device: Option<&Device>) -> [Gemm; 2] 
         schedule_is_older: false,
         order: Order::default(),
     };
-    // Where kernels count whole blocks of w13's rows they count whole blocks of w2's columns, too.
+    // Kernels that count whole blocks of w13's rows count whole blocks of w2's columns too.
     let whole_blocks = device.is_some_and(|device| fp8_sm90::serves(device, layer));
     let down = Gemm {
         x: up.out,

@@ -1,5 +1,5 @@
-//! The launches that round activations: x before GEMM1, and GEMM1's output before GEMM2. In front of gathered rows they take rows of tokens
-//! or places; with rows in the experts' order they take the rows of a schedule.
+//! The launches that round activations: x before GEMM1, and GEMM1's output before GEMM2. If GEMM1 gathers, they take rows of tokens or
+//! places; with rows in the experts' order they take the rows of a schedule.
 
 use super::kernels::{Gemms, Rows};
 use super::{fp8_sm90, max_tiles};
@@ -24,7 +24,7 @@ pub fn launches(gemms: &Gemms<'_>, tile_tokens: i32, inside: bool) -> [[Option<L
         Rows::InOrder { quantizes_x, .. } => {
             let tiles = max_tiles(up.slots, up.experts, tile_tokens).into();
             let room = Room { tiles, tile_tokens: tile_tokens.into(), slots: up.slots, device: gemms.device };
-            // NVFP4's x that came as codes is expanded by the launch that rounds others.
+            // The launch that rounds x to NVFP4 also expands an x that came as codes.
             let rounds_x = quantizes_x || up.format.weights() == Weights::Nvfp4;
             [if rounds_x { room.launches(up.format, up.k) } else { [None; 2] }, room.launches(up.format, down.k)]
         }
@@ -32,7 +32,7 @@ pub fn launches(gemms: &Gemms<'_>, tile_tokens: i32, inside: bool) -> [[Option<L
     [of_x, if inside { [None; 2] } else { of_hidden }]
 }
 
-/// The launches that round `rows` rows, or with NVFP4 up to `slots`.
+/// The launches that round `rows` rows. With NVFP4 they round up to `slots` rows.
 fn of_rows(format: Format, (rows, slots): (i64, i64), columns: i64, device: &Device) -> [Option<Launch>; 2] {
     match format.activations() {
         Activations::Kept => [None; 2],
@@ -43,14 +43,14 @@ fn of_rows(format: Format, (rows, slots): (i64, i64), columns: i64, device: &Dev
     }
 }
 
-/// e4m3 with one scale a row. A CTA takes row after row; a multiprocessor has room for 16.
+/// The launch that rounds to e4m3 with one scale a row. A CTA takes row after row; a multiprocessor has room for 16 CTAs.
 fn rows_to_e4m3(rows: i64, device: &Device) -> Launch {
     let variant = Variant::of(Family::QuantizeRowsE4m3);
     let grid = (rows as u32).min(16 * device.multiprocessors);
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// MXFP8 of so many elements, 8 a thread; CTAs go on where there are more than a multiprocessor holds.
+/// The launch that rounds so many elements to MXFP8, 8 a thread. CTAs take further elements if there are more than the GPU holds at once.
 fn round_mxfp8(elements: i64, device: &Device) -> Launch {
     let variant = Variant::of(Family::RoundRowsMxfp8);
     let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
@@ -58,7 +58,8 @@ fn round_mxfp8(elements: i64, device: &Device) -> Launch {
     Launch { variant, grid, block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// NVFP4 of up to so many elements, as above.
+/// The launch that rounds up to so many elements to NVFP4, 8 a thread. CTAs take further elements if there are more than the GPU holds at
+/// once.
 fn round_nvfp4(elements: i64, device: &Device) -> Launch {
     let variant = round_rows_nvfp4(device);
     let ctas = (elements as u64).div_ceil(8 * u64::from(variant.threads()));
@@ -76,13 +77,15 @@ fn round_tiles_mxfp8(device: &Device) -> Variant {
     Variant::of(if device.is_hopper() { Family::RoundTilesMxfp8 } else { Family::RoundTilesMxfp8Portable })
 }
 
-/// Threads of the kernels that quantise several rows at a time, and the vectors of 8 numbers that each takes at a time of
-/// csrc/quant/round_tiles_mxfp8.cuh and of the peak in quantize_fp8_rows.cuh.
+/// Threads of a CTA that quantises several rows at a time.
 const CTA_THREADS: i64 = 256;
+/// Vectors of 8 numbers that a thread of csrc/quant/round_tiles_mxfp8.cuh takes at a time.
 const ROUND_VECTORS: i64 = 2;
+/// Vectors of 8 numbers that a thread takes at a time when csrc/quant/quantize_fp8_rows.cuh finds the largest magnitude of a schedule's
+/// rows.
 const PEAK_VECTORS: i64 = 4;
 
-/// What a schedule may name, at most.
+/// The most that a schedule may name.
 struct Room<'a> {
     tiles: i64,
     tile_tokens: i64,
@@ -91,7 +94,7 @@ struct Room<'a> {
 }
 
 impl Room<'_> {
-    /// The launches that round rows of so many columns, none for formats whose activations stay as they are.
+    /// The launches that round rows of so many columns. Formats whose activations are not rounded have none.
     fn launches(&self, format: Format, columns: i64) -> [Option<Launch>; 2] {
         let vectors = self.tile_tokens * columns / 8;
         let fp8 = |family, parts, each| Some(self.launch(Variant::of(family), parts, each));
@@ -116,7 +119,7 @@ impl Room<'_> {
         }
     }
 
-    /// CTAs that take `each` of a tile's `parts` at a time and go on where there are more than the GPU holds.
+    /// A launch whose CTAs take `each` of a tile's `parts` at a time, and take further parts if there are more than the GPU holds at once.
     fn launch(&self, variant: Variant, parts: i64, each: i64) -> Launch {
         let most = self.device.multiprocessors * variant.ctas_per_multiprocessor();
         let units = self.tiles * parts.max(each) / each;
@@ -125,7 +128,7 @@ impl Room<'_> {
     }
 }
 
-/// Every kernel that rounds activations of a format on this device: they are loaded with the weights.
+/// Every kernel that rounds activations of a format on this device. These kernels are loaded with the weights.
 pub fn variants(device: &Device, format: Format) -> Vec<Variant> {
     let families = |families: &[Family]| families.iter().copied().map(Variant::of).collect();
     let fp8 = [

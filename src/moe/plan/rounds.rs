@@ -1,5 +1,5 @@
-//! What becomes of activations on their way: x before GEMM1, and GEMM1's output before GEMM2. Which launches do it is `rounding.rs`'s choice;
-//! on CPUs a function of `crate::cpu` does the same.
+//! How activations are rounded: x before GEMM1, and GEMM1's output before GEMM2. `rounding.rs` chooses the launches that do it; on CPUs
+//! functions of `crate::cpu` do it.
 
 use super::call::{CallDesc, Source, X};
 use super::steps::{At, Buffer, Gemm, Order};
@@ -11,20 +11,20 @@ use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Activations};
 
-/// Rows that are rounded.
+/// The rounding of x or of GEMM1's output.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Round {
     pub to: Numbers,
     pub which: Which,
     pub from: At,
     pub out: At,
-    /// The scales of what is written, where there are any.
+    /// The scales of the rounded rows, if there are any.
     pub scales: At,
     pub rows: i64,
     pub columns: i32,
     /// Columns of the output, padding included.
     pub out_columns: i32,
-    /// The launch before this one does not write `from`.
+    /// True if the launch before this one does not write `from`.
     pub x_is_older: bool,
 }
 
@@ -33,7 +33,7 @@ pub struct Round {
 pub enum Numbers {
     /// e4m3 with fp32 scales of groups of columns.
     Fp8(Fp8),
-    /// The fp32 scales alone, of e4m3 that the caller made.
+    /// The fp32 scales alone, for e4m3 codes that the caller made.
     Fp8Scales,
     /// e4m3 with one fp32 scale a row.
     E4m3,
@@ -41,7 +41,7 @@ pub enum Numbers {
     Nvfp4(Nvfp4),
 }
 
-/// What is special to e4m3 with fp32 scales of groups of columns.
+/// Details of rounding to e4m3 with fp32 scales of groups of columns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Fp8 {
     pub scaling: Fp8Scaling,
@@ -49,21 +49,21 @@ pub struct Fp8 {
     pub of_all: At,
     /// Distances between the scales of neighbouring rows and groups.
     pub strides: (i64, i64),
-    /// A row is written once for each of its slots, in the order of places.
+    /// Whether a row is written once for each of its slots, in the order of places.
     pub to_places: bool,
 }
 
-/// What is special to NVFP4.
+/// Details of rounding to NVFP4.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Nvfp4 {
-    /// The scales of codes that are expanded.
+    /// The scales of an x that came as codes and is expanded.
     pub codes_scales: At,
-    /// What an expert's rows are multiplied by first.
+    /// The factors of experts, by which their rows are multiplied before they are rounded.
     pub factors: At,
-    /// As in `Gemm`.
+    /// Whether a row of x is that of the place's slot, divided by `row_divisor`; otherwise it is the place itself.
     pub gathers: bool,
     pub row_divisor: i32,
-    /// Rows of the output are places all the same.
+    /// Whether rows of the output are places even if the step gathers.
     pub by_place: bool,
 }
 
@@ -71,23 +71,23 @@ pub struct Nvfp4 {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
     All,
-    /// Rows that have a place, of a routed call.
+    /// The rows of a routed call that have a place.
     Placed,
-    /// Rows that the schedule's tiles name.
+    /// The rows that the schedule's tiles name.
     OfTiles,
 }
 
-/// What decides where rounded rows lie, beside the call.
+/// The data beside the call that decides where rounded rows lie.
 pub struct On<'a> {
     pub ws: &'a Workspace,
-    /// Of GEMM1's schedule.
+    /// Most tokens of a tile of GEMM1's schedule.
     pub tile_tokens: i32,
     pub gpu: bool,
-    /// Both GEMMs are one launch.
+    /// Whether both GEMMs are one launch.
     pub both_gemms: bool,
 }
 
-/// The roundings of x and of GEMM1's output. Both GEMMs then read what these write.
+/// The roundings of x and of GEMM1's output. `gemms` then read the rounded rows.
 pub fn of(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Option<Round>; 2] {
     match call.activations {
         Activations::Kept => [None; 2],
@@ -98,12 +98,12 @@ pub fn of(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Option<Round>
     }
 }
 
-/// The launches for x of a call, from those for numbers.
+/// The launches for a call's x. `of_numbers`: the launches for an x of numbers.
 pub fn launches_of_x(call: &CallDesc, of_numbers: [Option<Launch>; 2]) -> [Option<Launch>; 2] {
     match (call.x, call.activations) {
         (X::Codes, Activations::Fp8(_)) => [None; 2],
         (X::LooseCodes, Activations::Fp8(_)) => [None, Some(fp8_ops::expansion(call.rows(), groups(&call.layer)))],
-        // A launch that rounds numbers to NVFP4 expands codes, too.
+        // A launch that rounds numbers to NVFP4 expands codes too.
         _ => of_numbers,
     }
 }
@@ -113,7 +113,7 @@ fn groups(layer: &LayerDesc) -> i64 {
     layer.hidden / GROUP as i64
 }
 
-/// e4m3 with fp32 scales of groups of columns.
+/// The roundings to e4m3 with fp32 scales of groups of columns.
 fn fp8(call: &CallDesc, scaling: Fp8Scaling, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Option<Round>; 2] {
     let (ws, slots, routed) = (on.ws, call.slots(), matches!(call.source, Source::Routed(_)));
     let in_order = fp8_sm90::in_order(on.tile_tokens);
@@ -125,7 +125,7 @@ fn fp8(call: &CallDesc, scaling: Fp8Scaling, gemms: &mut [Gemm; 2], on: &On<'_>)
                 Fp8Scaling::Given => At::start(factors),
                 _ => At::range(&ws.counters).plus(peak * size_of::<i32>()),
             },
-            // The kernel for rows in order reads the scales of neighbouring rows best where they lie beside each other.
+            // The kernel for rows in order reads scales fastest if those of neighbouring rows lie beside each other.
             strides: if in_order { (1, slots) } else { (columns / GROUP as i64, 1) },
             to_places: false,
         }),
@@ -144,7 +144,7 @@ fn fp8(call: &CallDesc, scaling: Fp8Scaling, gemms: &mut [Gemm; 2], on: &On<'_>)
     let hidden = of((up.out, call.layer.inner()), slots, (&ws.hidden_codes, &ws.hidden_scales), of_hidden);
     if routed {
         x.which = Which::All;
-        // Where one scale serves all rows, routing makes it 0 first.
+        // If one scale serves all rows, the routing first sets it to 0.
         x.x_is_older = !in_order && scaling != Fp8Scaling::Peak;
     }
     if let (true, true, Numbers::Fp8(numbers)) = (routed, in_order, &mut x.to) {
@@ -182,15 +182,15 @@ fn fp8(call: &CallDesc, scaling: Fp8Scaling, gemms: &mut [Gemm; 2], on: &On<'_>)
     [x, Some(hidden)]
 }
 
-/// e4m3 with one fp32 scale a row. GPU kernels take codes, in rows that are padded with zeros to whole blocks of packed weights, and count pairs
-/// of columns; the CPU takes bf16 numbers.
+/// The roundings to e4m3 with one fp32 scale a row. GPU kernels take codes, in rows that are padded with zeros to whole blocks of packed
+/// weights, and count pairs of columns; the CPU takes bf16 numbers.
 fn e4m3(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Round; 2] {
     let (ws, routed) = (on.ws, matches!(call.source, Source::Routed(_)));
     let [of_x, of_hidden] = match (on.gpu, routed) {
         // GEMM2 writes to the rows once GEMM1 is done.
         (true, true) => [At::range(&ws.rows), At::range(&ws.hidden_e4m3)],
         (false, true) => [At::range(&ws.rows), At::range(&ws.hidden)],
-        // GEMM1's output follows x once GEMM1 has read that.
+        // GEMM1's output is written over x, once GEMM1 has read x.
         (true, false) => [At::range(&ws.hidden_e4m3); 2],
         (false, false) => [At::start(Buffer::Out), At::range(&ws.hidden)],
     };
@@ -210,10 +210,10 @@ fn e4m3(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Round; 2] {
     [round(up, of_x, call.rows(), x), round(down, of_hidden, call.slots(), hidden)]
 }
 
-/// The numbers of MXFP8. GEMM1's output is rounded in its place.
+/// The roundings to the numbers of MXFP8. GEMM1's output is rounded in its place.
 fn mxfp8(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Round; 2] {
     let (ws, routed) = (on.ws, matches!(call.source, Source::Routed(_)));
-    // In order, GEMM2 writes to the output's rows once GEMM1 has read them.
+    // With rows in order x is rounded into the output. GEMM2 writes to the output's rows once GEMM1 has read them.
     let rounded_x = if routed { At::range(&ws.x_rounded) } else { At::start(Buffer::Out) };
     let round = |gemm: &mut Gemm, out, rows, which| {
         let from = std::mem::replace(&mut gemm.x, out);
@@ -244,9 +244,9 @@ fn walks(routed: bool) -> [Which; 2] {
     }
 }
 
-/// The numbers of NVFP4. An expert may have a factor of its own: then a token has a row for each of its slots. GEMM1's output is rounded in its
-/// place. A launch of both GEMMs rounds that itself; there GEMM2 writes to the room of slots while GEMM1 still reads, so that rows of x lie in it
-/// by place, and GEMM2 writes a row once GEMM1 has read it.
+/// The roundings to the numbers of NVFP4. An expert may have a factor of its own: then a token has a row for each of its slots. GEMM1's
+/// output is rounded in its place. A launch of both GEMMs rounds GEMM1's output itself. In such a launch GEMM2 writes to the memory of the
+/// slots while GEMM1 still reads it. So rows of x lie there by place, and GEMM2 writes a row once GEMM1 has read it.
 fn nvfp4(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Round; 2] {
     let (ws, [up, down]) = (on.ws, gemms);
     let in_codes = call.x != X::Plain;

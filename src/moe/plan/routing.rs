@@ -1,23 +1,23 @@
 //! Launch shapes of routing: a pure function of the problem and the architecture, the same on every rank.
 //!
-//! Few tokens take one launch of one CTA, more one cluster whose CTAs talk through distributed shared memory, many two launches:
-//! Select (or Histogram, when ids are given) and Place.
+//! Few tokens take one launch of one CTA. More tokens take one launch of a cluster, whose CTAs talk through distributed shared memory. Many
+//! tokens take two launches: Select (or Histogram, if ids are given) and Place.
 
 use crate::kernel::Launch;
 use crate::variants::routing::{place, route, select, EXPERTS_PER_LANE, ROUTE_GIVEN};
 use crate::variants::{Family, Variant};
 
-/// What is to be routed.
+/// The problem that is routed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutingDesc {
     pub tokens: u32,
-    /// Slots a token: routed and fused shared experts.
+    /// Slots of a token, those of fused shared experts included.
     pub top_k: u32,
     /// Experts to sort by (`RouteParams::experts`), fused shared experts included.
     pub experts: u32,
-    /// Experts with a logit and the groups they are chosen in (1: none); `None` when ids are given.
+    /// Experts with a logit, and the groups in which they are chosen (1: no groups). `None` if ids are given.
     pub logits: Option<Logits>,
-    /// 80, 86, 89, 90, 100, 103, 120.
+    /// Architecture of the GPU: 80, 86, 89, 90, 100, 103 or 120.
     pub sm: u32,
 }
 
@@ -26,23 +26,25 @@ pub struct RoutingDesc {
 pub struct Logits {
     pub experts: u32,
     pub groups: u32,
-    /// No correction bias, no groups, columns best first.
+    /// Whether there is no correction bias, there are no groups, and columns are best first.
     pub plain: bool,
 }
 
-/// One launch, or two in this order.
+/// The launches of the routing: one, or two in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutingPlan {
     pub first: Launch,
     pub second: Option<Launch>,
 }
 
-/// Most experts with a logit, and most slots a token.
-pub const MAX_EXPERTS: u32 = 512;
+/// Most experts with a logit, and most experts by which slots are sorted, since each has a thread of a CTA. Slots are also sorted by fused
+/// shared experts.
+pub const MAX_EXPERTS: u32 = 1024;
+/// Most slots of a token.
 pub const MAX_TOP_K: u32 = 32;
 
 impl Logits {
-    /// Experts that a lane holds. Groups are aligned to lanes: the next power of two of their number divides the warp.
+    /// Experts that a lane holds. Groups are aligned to lanes: their number, rounded up to a power of two, divides the warp.
     pub fn per_lane(self) -> Option<u32> {
         if self.experts == 0
             || self.experts > MAX_EXPERTS
@@ -59,10 +61,10 @@ impl Logits {
 }
 
 impl RoutingPlan {
-    /// `None`: more experts, groups or slots a token than the kernels take.
+    /// The plan, or `None` if the kernels do not take so many experts, groups or slots a token.
     pub fn new(desc: &RoutingDesc) -> Option<Self> {
         let d = desc;
-        if d.experts == 0 || d.experts > MAX_EXPERTS + MAX_TOP_K || d.top_k == 0 || d.top_k > MAX_TOP_K {
+        if d.experts == 0 || d.experts > MAX_EXPERTS || d.top_k == 0 || d.top_k > MAX_TOP_K {
             return None;
         }
         let (variant, first) = match d.logits {
@@ -73,8 +75,9 @@ impl RoutingPlan {
             None => (ROUTE_GIVEN, Variant::of(Family::Histogram)),
         };
         let (cluster, threads) = d.one_launch_shape();
-        let one =
-            Launch { variant, grid: cluster, block: d.block(threads), cluster, shared_bytes: d.route_bytes(cluster) };
+        // A CTA of 512 threads chooses for more experts than it has threads; the cluster has a thread for each.
+        let block = d.block(threads).min(variant.threads());
+        let one = Launch { variant, grid: cluster, block, cluster, shared_bytes: d.route_bytes(cluster) };
         if cluster > 0 && one.shared_bytes <= d.max_shared_bytes() {
             return Some(Self { first: one, second: None });
         }
@@ -86,7 +89,7 @@ impl RoutingPlan {
     }
 }
 
-/// Top-k without a sort. `None` as in `RoutingPlan::new`.
+/// The launch of top-k without a sort. `None` if the kernel does not take so many experts or groups.
 pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
     let warps = tokens.clamp(1, 8);
     Some(Launch {
@@ -98,16 +101,16 @@ pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
     })
 }
 
-/// triton_kernels' tables: a CTA for 4096 slots.
+/// The launch that makes triton_kernels' tables. A CTA takes 4096 slots.
 pub fn ragged(slots: u32) -> Launch {
     let variant = Variant::of(Family::Ragged);
     Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
 }
 
-/// A block's counts are 16 bits.
+/// Most slots of a block of tokens, because a block's counts have 16 bits.
 const MOST_BLOCK_SLOTS: u32 = 65535;
 
-/// Bytes of `RouteParams::block_histogram` that any two launches need; never decreasing in tokens, the same on every architecture.
+/// The bytes of `RouteParams::block_histogram` that two launches need on any architecture. They never decrease with more tokens.
 pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
     let blocks = tokens.clamp(1, 128).max(tokens.div_ceil(MOST_BLOCK_SLOTS / top_k));
     blocks as usize * experts.div_ceil(2) as usize * 4
@@ -125,17 +128,21 @@ pub fn variants() -> Vec<Variant> {
 }
 
 impl RoutingDesc {
-    /// CTAs and threads of the one-launch form, 0 CTAs: too much work. Borders measured on H200 (E 8 to 256): with logits, as long
-    /// as every token has its warp and CTAs leave room for those of the kernel before; beyond, 16 multiprocessors take longer to
-    /// choose than a second launch costs.
+    /// CTAs and threads of the one-launch form. 0 CTAs: it is too much work for one launch. The borders were measured on H200 (E 8 to 256).
+    /// With logits one launch is better as long as every token has its warp and CTAs leave room for the CTAs of the kernel before. Beyond
+    /// that, 16 multiprocessors take longer to choose than a second launch costs.
     fn one_launch_shape(&self) -> (u32, u32) {
         let most_ctas = match self.sm {
             90 | 100 | 103 => 16,
             120 => 8,
             _ => 1,
         };
-        // (most tokens, or most slots when ids are given; CTAs; threads), the best first.
+        // Shapes are (most tokens, or most slots if ids are given; CTAs; threads), the best first.
         let (work, shapes): (u32, &[(u32, u32, u32)]) = match self.logits {
+            // The shapes for more than 16 experts a lane follow those below, with enough threads for the experts. They were not measured.
+            Some(l) if l.per_lane() > Some(16) => {
+                (self.tokens, &[(8, 4, 512), (64, 8, 512), (256, 16, 512), (128, 8, 512)])
+            }
             Some(_) => (
                 self.tokens,
                 &[(4, 1, 256), (8, 4, 256), (32, 8, 256), (64, 8, 512), (256, 16, 512), (128, 8, 512), (32, 1, 1024)],
@@ -157,7 +164,7 @@ impl RoutingDesc {
         found.map_or((0, 0), |&(_, ctas, threads)| (ctas, threads))
     }
 
-    /// Both launches have the same blocks of tokens. Shapes measured on H200.
+    /// The two launches, which have the same blocks of tokens. Their shapes were measured on H200.
     fn two_launches(&self, first: Variant) -> RoutingPlan {
         let (wanted, many) = match self.logits {
             Some(_) => (self.tokens.div_ceil(8), self.tokens > 1024),
@@ -172,16 +179,16 @@ impl RoutingDesc {
 
         let block = match self.logits {
             Some(_) if block_tokens <= 16 => 512,
-            Some(_) => 1024,
+            Some(_) => first.threads(),
             None => block_slots.next_power_of_two().clamp(256, 1024),
         };
-        // More than half of a multiprocessor: where CTAs of the second launch are already waiting, two of the first must not share
-        // what is left of one.
+        // A CTA of the first launch takes more than half of a multiprocessor's shared memory. CTAs of the second launch may already wait
+        // there, and two CTAs of the first must not share what is left of a multiprocessor.
         let apart = if self.sm >= 90 { self.max_shared_bytes() / 2 + 2048 } else { 0 };
         let shared_bytes = (self.experts.next_multiple_of(4) * 4).max(apart);
         let first = Launch { variant: first, grid: blocks, block, cluster: 1, shared_bytes };
 
-        // With many blocks most of the time goes into adding up their counts: 4 threads an expert.
+        // With many blocks most of the time goes into adding up their counts, so an expert has 4 threads.
         let useful = if many { block_slots.max(4 * self.experts) } else { block_slots };
         let block = match self.logits {
             Some(_) => self.block(useful.next_power_of_two().clamp(512, 1024)),
@@ -197,17 +204,17 @@ impl RoutingDesc {
         self.tokens.saturating_mul(self.top_k)
     }
 
-    /// Every expert has its thread.
+    /// Threads of a CTA, at least `threads` and one for each expert.
     fn block(&self, threads: u32) -> u32 {
         threads.max(self.experts.next_multiple_of(32))
     }
 
-    /// csrc/moe/slot_sort.cuh, Schedule.
+    /// Bytes of Schedule in csrc/moe/slot_sort.cuh.
     fn schedule_bytes(&self) -> u32 {
         256 + 16 * self.experts
     }
 
-    /// (units of all tokens, slots of a unit): csrc/moe/slot_sort.cuh.
+    /// (units of all tokens, slots of a unit), the units of csrc/moe/slot_sort.cuh.
     fn units(&self) -> (u64, u64) {
         let (tokens, top_k) = (u64::from(self.tokens), u64::from(self.top_k));
         if self.logits.is_some() {
@@ -226,12 +233,13 @@ impl RoutingDesc {
         self.experts.next_multiple_of(8)
     }
 
-    /// csrc/moe/place.cuh: the starts of UnitBits serve the sums over the blocks first.
+    /// Shared memory of csrc/moe/place.cuh. The starts of UnitBits first hold the sums over the blocks.
     fn place_bytes(&self, blocks: u32, threads: u32) -> u32 {
         let most = match self.logits {
             Some(_) => 4 * 32,
             None if self.experts <= 256 => 32 * 32,
-            None => 16 * 32,
+            None if self.experts <= 544 => 16 * 32,
+            None => 8 * 32,
         };
         let units =
             (self.units().0 / u64::from(self.tokens.max(1)) * u64::from(self.tokens.div_ceil(blocks))).min(most);
@@ -241,7 +249,7 @@ impl RoutingDesc {
         self.schedule_bytes() + self.unit_bytes(units) as u32 + sums.saturating_sub(starts)
     }
 
-    /// csrc/moe/route.cuh; saturating, since it also tells that a share is too large.
+    /// Shared memory of csrc/moe/route.cuh. The number saturates, so that the caller sees that a CTA's share is too large.
     fn route_bytes(&self, ctas: u32) -> u32 {
         let ctas = u64::from(ctas.max(1));
         let counts = u64::from(self.columns()) * 2 * if ctas > 1 { ctas + 1 } else { 1 };
@@ -274,6 +282,9 @@ mod tests {
             (384, 1, 8),
             (511, 1, 10),
             (512, 1, 32),
+            (513, 1, 1),
+            (896, 1, 16),
+            (992, 8, 32),
         ];
         shapes.into_iter().flat_map(|(experts, groups, top_k)| {
             [80, 86, 89, 90, 100, 103, 120].into_iter().flat_map(move |sm| {
@@ -315,7 +326,8 @@ mod tests {
                     assert!(d.tokens * d.top_k <= 65535, "{d:?}");
                     assert!(matches!(plan.first.variant.family, Family::Route | Family::RouteGivenIds));
                     assert_eq!(plan.first.grid, plan.first.cluster, "{d:?}");
-                    assert!(plan.first.block >= d.experts, "{d:?}");
+                    assert!(plan.first.block >= d.experts.div_ceil(8) * 4, "{d:?}");
+                    assert!(plan.first.block * plan.first.grid >= d.experts, "{d:?}");
                 }
                 Some(place) => {
                     assert_eq!(place.variant, super::place(d.logits.is_some()));
@@ -343,10 +355,13 @@ mod tests {
             (384, 1, 12),
             (385, 1, 16),
             (512, 8, 16),
+            (513, 1, 32),
+            (896, 1, 32),
+            (1024, 32, 32),
         ] {
             assert_eq!(Logits { experts, groups, plain: false }.per_lane(), Some(per_lane), "{experts} in {groups}");
         }
-        for (experts, groups) in [(0, 1), (513, 1), (256, 33), (256, 7), (512, 17), (495, 5)] {
+        for (experts, groups) in [(0, 1), (1025, 1), (256, 33), (256, 7), (1023, 31), (1020, 17), (990, 5)] {
             assert_eq!(Logits { experts, groups, plain: false }.per_lane(), None, "{experts} in {groups}");
         }
     }
@@ -402,6 +417,6 @@ mod tests {
         };
         assert!(RoutingPlan::new(&d).is_some());
         assert_eq!(RoutingPlan::new(&RoutingDesc { top_k: 33, ..d }), None);
-        assert_eq!(RoutingPlan::new(&RoutingDesc { experts: 545, logits: None, ..d }), None);
+        assert_eq!(RoutingPlan::new(&RoutingDesc { experts: MAX_EXPERTS + 1, logits: None, ..d }), None);
     }
 }

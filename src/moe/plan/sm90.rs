@@ -4,7 +4,7 @@ use super::call::Routed;
 use super::kernels::{Gemms, KernelSet};
 use super::routing::Logits;
 use super::steps::{Step, Task};
-use super::{element, max_tiles, GemmDesc, Overlap};
+use super::{element, max_tiles, units, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::kernel::Launch;
@@ -34,24 +34,26 @@ pub const KERNELS: KernelSet = KernelSet {
     ..KernelSet::NONE
 };
 
-/// Whether the kernel takes a GEMM of this shape: 16-byte rows, and slices of 16 weight rows (gated: 8 gate and 8 up rows).
+/// Whether the kernel takes a GEMM of this shape: rows are multiples of 16 bytes, and slices have 16 weight rows (gated: 8 gate and 8 up
+/// rows).
 pub fn serves(device: &Device, dtype: Dtype, _gated: bool, rows: u32, k: u32) -> bool {
     device.is_hopper() && dtype != Dtype::F32 && k.is_multiple_of(8) && rows.is_multiple_of(16)
 }
 
-/// (row tiles, consumers) of the fused layer, and the weight rows of its work units.
+/// (row tiles, consumers) of the fused layer.
 pub const LAYER_SHAPE: (u32, u32) = (1, 1);
+/// Weight rows of a work unit of the fused layer.
 pub const LAYER_ROWS: u32 = 64;
 
 /// The schedule's tile of a layer in one launch.
 pub const LAYER_TOKENS: i32 = LAYER_TILE.tokens as i32;
 
-/// Whether a tile takes weights of this many rows: a pair of row tiles is cut into strips of 32.
+/// Whether a tile takes weights of this many rows. A pair of row tiles is cut into strips of 32 rows.
 fn takes(tile: Variant, rows: u32) -> bool {
     tile.row_tiles == 1 || rows.is_multiple_of(32)
 }
 
-/// (row tiles, consumers) of the tiles that weights of this many rows can be multiplied with, each once: tensor maps.
+/// The distinct (row tiles, consumers) of all tiles that take weights of this many rows. Each needs a tensor map.
 pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
     let fitting = TILES.iter().filter(|t| takes(**t, rows));
     let mut shapes: Vec<(u32, u32)> = fitting.map(|t| (t.row_tiles, t.consumers)).chain([LAYER_SHAPE]).collect();
@@ -60,7 +62,7 @@ pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
     shapes
 }
 
-/// Up to this many work units a multiprocessor, one deep CTA there is better than two: the last units of a GEMM are finished by fewer
+/// Up to this many work units a multiprocessor, one deep CTA on it is better than two: the last units of a GEMM are finished by fewer
 /// CTAs than fit, and each then reads twice as fast. us a layer, two CTAs of 4 stages against one of 8:
 ///   mixtral (6.8 and 1.9 units)    M 4  265.6, 254.4;    M 16  347.7, 344.4;    M 64  353.6, 349.3
 ///   qwen3 (11.6 and 15.5)          M 16  201.3, 202.9;   M 64  293.4, 293.5;    M 256  307.2, 308.8
@@ -70,8 +72,8 @@ const FEW_UNITS: u32 = 7;
 fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
     let first = TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(TILES.len() - 1);
     let tile = TILES[first];
-    // One tile an expert is what the schedule's tile was chosen for.
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    // The schedule's tile was chosen so that an expert has one tile.
+    let units = units(gemm.slots.min(gemm.experts) as u32, (gemm.rows as u32).div_ceil(tile.unit_rows()));
     match TILES.get(first + 1) {
         Some(deep) if deep.tokens == tile.tokens && units <= FEW_UNITS * device.multiprocessors => *deep,
         _ => tile,
@@ -81,20 +83,20 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
 /// Waves of CTAs in a GEMM in which every expert has one tile.
 fn waves(gemm: &GemmDesc, tile: Variant, device: &Device) -> u32 {
     let ctas = device.multiprocessors * tile.with_element(gemm.element).gated(gemm.gated).ctas_per_multiprocessor();
-    let units = gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    let units = units(gemm.slots.min(gemm.experts) as u32, (gemm.rows as u32).div_ceil(tile.unit_rows()));
     units.div_ceil(ctas)
 }
 
-/// Whether the widest tile suits a GEMM whose experts fit in narrower ones: it copies fewer tokens a row, but its last wave must not be
-/// emptier. Measured with 6 and 8 waves; a few waves are left to the narrower tile, which has more CTAs to spread.
+/// Whether the widest tile suits a GEMM whose experts fit in narrower tiles. It copies fewer tokens a row, but its last wave must not be
+/// emptier. This was measured with 6 and 8 waves. A few waves are left to the narrower tile, which has more CTAs to spread.
 fn wide_pays(gemm: &GemmDesc, narrow: Variant, wide: Variant, device: &Device) -> bool {
     let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), tile.unit_rows()));
     by_wide.0 > 4 && by_wide.0 * by_wide.1 <= by_narrow.0 * by_narrow.1
 }
 
-/// The schedule's tile for both GEMMs of a layer: nearly every expert must fit in one tile, so that weights are read once; beyond that
-/// 192 tokens by 256 rows, which moves the fewest bytes a flop. A tile is computed at its own count's width: a wide variant costs
-/// stages and resident CTAs, not columns. us a layer by tile (docs/measured.md):
+/// The schedule's tile for both GEMMs of a layer. Nearly every expert must fit in one tile, so that weights are read once. Larger experts
+/// get 192 tokens by 256 rows, which moves the fewest bytes a flop. A tile is multiplied at the width of its own count: a wide variant
+/// costs stages and resident CTAs, not columns. us a layer by tile (docs/measured.md):
 ///   qwen3 (E128 k8)     M 1 (mean 0.06)  27.1 at 16, 28.7 at 64;    M 256 (16)  293 at 64, 302 at 128, 316 at 256
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
 ///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256
@@ -120,7 +122,8 @@ fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
 
 fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     let tile = tile(gemm, tile_tokens, device);
-    let units = max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(tile.unit_rows());
+    let units =
+        units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, (gemm.rows as u32).div_ceil(tile.unit_rows()));
     let variant = tile.with_element(gemm.element).gated(gemm.gated);
     Launch {
         variant,
@@ -131,20 +134,20 @@ fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
     }
 }
 
-/// GEMM2 begins where GEMM1, so launched, ends. `up`: GEMM1.
+/// The facts of this launch of GEMM1 for a GEMM2 that begins where GEMM1 ends. `up`: GEMM1.
 fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(launch.variant.unit_rows()) }
 }
 
-/// Weights of an expert that is large for the forms in one launch.
+/// Number of weights from which on an expert is large. It decides between the forms in one launch.
 const LARGE_EXPERT: i64 = 32 << 20;
 
 fn expert_weights(up: &GemmDesc, down: &GemmDesc) -> i64 {
     up.rows * up.k + down.rows * down.k
 }
 
-/// The fused layer, where it is the faster form: few tokens of layers with large experts. us a layer, in separate
-/// launches and fused, by M:
+/// The fused layer, if it is the faster form: for few tokens of layers with large experts. us a layer, in separate launches and fused, by
+/// M:
 ///   mixtral (E8 k2, 88 M weights an expert)   1: 114, 107   2: 182, 166   4: 261, 248   8: 333, 329   16: 347, 344
 ///   qwen3 (E128 k8, 4.7 M)                    1: 35, 36     2: 50, 52     4: 83, 85     8: 127, 131   16: 199, 206
 /// The separate launches have become 2 to 5 us faster since; sizes in between were not measured.
@@ -155,16 +158,17 @@ fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option
     Some(one_launch(LAYER_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
-/// What csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room for: slots and experts.
+/// Most slots and most experts for which csrc/moe/few_slots.cuh and csrc/moe/routed_layer_sm90.cuh have room.
 const ROUTED_SLOTS: i64 = 64;
 pub const ROUTED_EXPERTS: i64 = 128;
 
-/// The layer with the routing inside, where there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
-/// separate launches, and in one, by M:
+/// The layer with the routing inside, if there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
+/// separate launches, and in one launch, by M:
 ///   qwen3 (E128 k8 I768, 4.7 M weights an expert)  1: 30.4, 26.4   2: 46.4, 42.9   4: 77.9, 71.3   8: 126.9, 121.2
 ///   qwen3 TP 4 (I192)                              1: 20.0, 14.9   4: 29.2, 27.0
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
-/// Layers with large experts, by counters: mixtral 1: 96.1 by `layer`, 99.0; they were not measured in the form that polls.
+/// Layers with large experts were measured in the form with counters: mixtral 1: 96.1 by `layer`, 99.0 with the routing inside. They were
+/// not measured in the form that polls.
 fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
     let fits = routes_inside(call, up, ROUTED_EXPERTS, false)
         && call.tokens <= i64::from(ROUTED_TILE.tokens)
@@ -173,7 +177,7 @@ fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) 
     fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
-/// Whether a launch with GEMMs in it, whose tables have room for so many experts, can route: csrc/moe/few_slots.cuh. `any`: its kernel
+/// Whether a launch with GEMMs in it can route (csrc/moe/few_slots.cuh). Its tables have room for `most_experts` experts. `any`: its kernel
 /// knows bias and groups.
 pub fn routes_inside(call: &Routed, up: &GemmDesc, most_experts: i64, any: bool) -> bool {
     let serves = |l: Logits| {
@@ -185,7 +189,7 @@ pub fn routes_inside(call: &Routed, up: &GemmDesc, most_experts: i64, any: bool)
 
 fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch {
     let row_blocks = [up, down].map(|gemm| (gemm.rows as u32).div_ceil(LAYER_ROWS));
-    let units = max_tiles(up.slots, up.experts, LAYER_TOKENS) as u32 * row_blocks.iter().sum::<u32>();
+    let units = units(max_tiles(up.slots, up.experts, LAYER_TOKENS) as u32, row_blocks.iter().sum());
     Launch {
         variant,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.

@@ -1,9 +1,9 @@
-//! What programs are made of, as plain data: steps, places in memory, and what the GEMMs read and write.
+//! The parts of programs, as plain data: steps, places in memory, and what the GEMMs read and write.
 
 use crate::kernel::Launch;
 use crate::workspace::Range;
 
-/// Memory that a call is given or makes. Addresses of parameters are offsets into it.
+/// Memory that a call is given or makes. Addresses in parameters are offsets into a buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Buffer {
     /// No memory: a null pointer.
@@ -12,13 +12,15 @@ pub enum Buffer {
     /// Scales of codes that the caller made.
     XScales,
     Out,
-    /// Ids of the chosen experts, and their weights, where the caller gives them.
+    /// Ids of the chosen experts, if the caller gives them.
     Ids,
+    /// Weights of the chosen experts, if the caller gives them.
     SlotWeights,
-    /// Rows of each expert, of a call on rows in order.
+    /// Numbers of rows of each expert, in a call on rows in order.
     RowCounts,
-    /// The layer's numbers for rounding x and GEMM1's output.
+    /// The layer's numbers for rounding x.
     UpFactors,
+    /// The layer's numbers for rounding GEMM1's output.
     DownFactors,
     Workspace,
 }
@@ -36,28 +38,28 @@ pub struct At {
 impl At {
     pub const NONE: At = At::start(Buffer::None);
 
-    /// Where a buffer begins.
+    /// The start of a buffer.
     pub const fn start(buffer: Buffer) -> At {
         At { buffer, offset: 0 }
     }
 
-    /// Where a range of the workspace begins.
+    /// The start of a range of the workspace.
     pub const fn range(range: &Range) -> At {
         At { buffer: Buffer::Workspace, offset: range.offset }
     }
 
-    /// So many bytes further on.
+    /// The place that lies so many bytes after this one.
     pub const fn plus(self, bytes: usize) -> At {
         At { offset: self.offset + bytes, ..self }
     }
 }
 
-/// What a step does. Each has one kind of parameters, which `moe::parameters` makes.
+/// The work of a step. Each task has one kind of parameters, which `moe::parameters` makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
-    /// Top-k alone; on GPUs the routing's kernels choose.
+    /// Top-k alone. GPUs have no such step, because their routing kernels choose the experts.
     Select,
-    /// Sort by expert and schedule, on GPUs with the top-k.
+    /// Sort by expert and schedule; on GPUs also the top-k.
     Route,
     /// The schedule of rows in order.
     Schedule,
@@ -78,7 +80,7 @@ pub enum Task {
 }
 
 impl Task {
-    /// What errors call it.
+    /// The name of a task in errors.
     pub fn name(self) -> &'static str {
         match self {
             Task::Select | Task::Route => "routing",
@@ -96,54 +98,57 @@ impl Task {
     }
 }
 
-/// One step: on GPUs a launch of a kernel, on CPUs a function of `crate::cpu`.
+/// One step: a launch of a kernel on GPUs, a function of `crate::cpu` on CPUs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Step {
     pub task: Task,
-    /// None on CPUs.
+    /// The launch on GPUs. None on CPUs.
     pub launch: Option<Launch>,
 }
 
-/// A list of tiles, and what cuts an expert's rows into them.
+/// A list of tiles, and the numbers by which an expert's rows are cut into tiles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Schedule {
-    /// The numbers of the experts' rows.
+    /// The number of rows of each expert.
     pub row_counts: At,
     pub tile_tokens: i32,
-    /// In steps of what an expert's rows are cut into tiles.
+    /// The step in which an expert's rows are cut into tiles.
     pub tile_step: i32,
     pub tiles: At,
     pub tile_count: At,
 }
 
-/// What a GEMM of the layer reads and writes beside weights. On GPUs some kernels count K in pairs of columns.
+/// The places that a GEMM of the layer reads and writes, beside weights. On GPUs some kernels count K in pairs of columns.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Gemm {
     pub x: At,
-    /// fp32 scales of groups of 128 columns of x, or of its rows.
+    /// fp32 scales of groups of 128 columns of x.
     pub x_scales: At,
+    /// fp32 scales of rows of x.
     pub row_scales: At,
-    /// A row of x is that of the place's slot, divided by `row_divisor`; else the place itself.
+    /// Whether a row of x is that of the place's slot, divided by `row_divisor`; otherwise it is the place itself.
     pub gathers: bool,
     pub row_divisor: i32,
     pub k: i32,
     pub out: At,
-    /// Where the epilogue writes fp32 scales of e4m3.
+    /// fp32 scales of an e4m3 output, which the epilogue writes.
     pub out_scales: At,
-    /// Factors of NVFP4, to which the epilogue rounds.
+    /// Factors of experts for an epilogue that rounds to NVFP4.
     pub out_factors: At,
+    /// The value of `GroupedGemmParams::schedule_is_older`.
     pub schedule_is_older: bool,
-    /// The scales of x and of the output, of kernels for rows in order.
+    /// How the scales of x and of the output lie, for kernels that read rows in order.
     pub order: Order,
 }
 
-/// How scales lie, of kernels whose rows of x lie in the order of places.
+/// How scales lie, for kernels whose rows of x lie in the order of places.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Order {
     /// Rows of x.
     pub rows: i64,
-    /// Distances between the scales of neighbouring rows and groups of columns.
+    /// Distances between the scales of neighbouring rows of x, and of neighbouring groups of columns.
     pub x_scales: (i64, i64),
+    /// Distances between the scales of neighbouring rows of the output, and of neighbouring groups of columns.
     pub out_scales: (i64, i64),
 }
 

@@ -1,22 +1,22 @@
-//! What the choices among a Hopper kernel's tiles share: grids of CTAs that stay, and a first tile for few work units.
+//! Functions that the choices among a Hopper kernel's tiles share: grids of resident CTAs, and a first tile for few work units.
 
-use super::{max_tiles, GemmDesc};
+use super::{max_tiles, units, GemmDesc};
 use crate::device::Device;
 use crate::kernel::Launch;
 use crate::variants::Variant;
 
-/// CTAs that are resident at once.
+/// CTAs of a variant that are resident on the GPU at once.
 pub fn resident(variant: Variant, device: &Device) -> u32 {
     device.multiprocessors * variant.ctas_per_multiprocessor()
 }
 
-/// Work units of `unit_rows` weight rows, one tile an expert, which is what the schedule's tile was chosen for.
+/// Work units of `unit_rows` weight rows, if each expert has one tile. The schedule's tile was chosen for that.
 pub fn likely_units(gemm: &GemmDesc, unit_rows: u32) -> u32 {
-    gemm.slots.min(gemm.experts) as u32 * (gemm.rows as u32).div_ceil(unit_rows)
+    units(gemm.slots.min(gemm.experts) as u32, (gemm.rows as u32).div_ceil(unit_rows))
 }
 
-/// The narrowest of `tiles`, which are sorted by tokens, that takes so many. Of two that take as many, the first is for up to `few` work units
-/// of the second for each CTA of it that fits.
+/// The narrowest of `tiles` that takes so many tokens; the tiles are sorted by tokens. If two tiles have the same width, the first is for
+/// up to `few` work units of the second for each CTA of the second that fits.
 pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
     let first = tiles.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(tiles.len() - 1);
     let narrow = tiles[first];
@@ -32,7 +32,8 @@ pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, devi
     }
 }
 
-/// The same, where K is whole stages of four blocks the narrowest of `fours` that takes so many, unless it is wider.
+/// The tile that `narrowest` finds in the first list. If K is whole stages of four blocks, it is the narrowest of the second list that
+/// takes so many tokens, unless that is wider.
 pub fn narrowest_by_k(
     lists: (&[Variant], &[Variant]),
     few: u32,
@@ -51,12 +52,13 @@ pub fn takes_fours(gemm: &GemmDesc) -> bool {
     gemm.k % 256 == 0
 }
 
-/// GEMMs of a layer whose CTAs take the variant's units of weight rows by a tile of the schedule one after the other.
+/// The launch of one or both GEMMs of a layer. Its CTAs take the variant's units, weight rows by a tile of the schedule, one after the
+/// other.
 pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, variant: Variant, device: &Device) -> Launch {
     launch_units(gemms, tile_tokens, (variant, variant.unit_rows()), device)
 }
 
-/// GEMMs of a layer whose CTAs take units of `unit_rows` weight rows.
+/// The launch of one or both GEMMs of a layer. Its CTAs take units of `unit_rows` weight rows by a tile of the schedule.
 pub fn launch_units(
     gemms: &[&GemmDesc],
     tile_tokens: i32,
@@ -64,9 +66,9 @@ pub fn launch_units(
     device: &Device,
 ) -> Launch {
     let units_of = |gemm: &&GemmDesc| {
-        max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32 * (gemm.rows as u32).div_ceil(unit_rows)
+        units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, (gemm.rows as u32).div_ceil(unit_rows))
     };
-    let units: u32 = gemms.iter().map(units_of).sum();
+    let units: u32 = gemms.iter().map(units_of).fold(0, u32::saturating_add);
     Launch {
         variant,
         grid: units.min(resident(variant, device)).max(1),

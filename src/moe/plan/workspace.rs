@@ -1,4 +1,4 @@
-//! Where everything of a call lies in its workspace: ranges of one buffer, the same on every device.
+//! The ranges of a call's workspace. They are ranges of one buffer, the same on every device.
 
 use super::call::{CallDesc, InOrder, Routed, Source};
 use super::{e4m3_columns, fp8_sm90, max_tiles, routing, Counters, MIN_TILE_TOKENS};
@@ -9,7 +9,7 @@ use crate::quant::fp8::GROUP;
 use crate::quant::{Activations, Weights};
 use crate::workspace::{Layout, Range};
 
-/// The ranges of a call. Those that the call has no use for are empty.
+/// The ranges of a call. Ranges that the call does not use are empty.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Workspace {
     pub ids: Range,
@@ -27,17 +27,18 @@ pub struct Workspace {
     /// GEMM2's output, [slots, hidden]. Before GEMM2 runs, x in e4m3 or in the order of places may lie here. A call on rows in order has
     /// no such range: its GEMM2 writes to the caller's memory.
     pub rows: Range,
-    /// Formats of e4m3 with fp32 scales: x and GEMM1's output as codes, and their scales.
+    /// Formats of e4m3 with fp32 scales: codes of x and of GEMM1's output, and the scales of both.
     pub x_codes: Range,
     pub x_scales: Range,
     pub hidden_codes: Range,
     pub hidden_scales: Range,
-    /// MXFP4 with e4m3 activations: GEMM1's output in e4m3 (of rows in order x before it), and the scales of x's rows, then of GEMM1's output.
+    /// MXFP4 with e4m3 activations: GEMM1's output in e4m3. With rows in order it first holds x in e4m3.
     pub hidden_e4m3: Range,
+    /// MXFP4 with e4m3 activations: the scales of x's rows, later the scales of GEMM1's output.
     pub row_scales: Range,
-    /// MXFP8: x, rounded to its numbers. NVFP4 uses it where a token has the same numbers for all experts.
+    /// MXFP8: x, rounded to the numbers of MXFP8. NVFP4 has its rounded x here if a token has the same numbers for all experts.
     pub x_rounded: Range,
-    /// Formats of e4m3 with fp32 scales: GEMM2's schedule, where it has its own.
+    /// Formats of e4m3 with fp32 scales: GEMM2's schedule, if it has its own.
     pub down_tiles: Range,
     pub down_tile_count: Range,
     pub bytes: usize,
@@ -105,7 +106,7 @@ impl Workspace {
         w
     }
 
-    /// The ranges of a call on rows in the experts' order, where there is room for so many rows.
+    /// The ranges of a call on rows in the experts' order, with room for so many rows.
     pub fn of_rows(layer: &LayerDesc, rows: i64) -> Workspace {
         let slots = rows as usize;
         let tiles = max_tiles(rows, layer.experts, MIN_TILE_TOKENS);
@@ -173,7 +174,7 @@ fn element_bytes(layer: &LayerDesc) -> usize {
     }
 }
 
-/// Bytes of rows of e4m3 (or, with more columns a byte, of their scales) in a format of e4m3 with fp32 scales.
+/// Bytes of rows of e4m3 in a format of e4m3 with fp32 scales, 0 in other formats. With more columns a byte: bytes of the rows' scales.
 fn fp8(layer: &LayerDesc, rows: usize, columns: i64, columns_a_byte: usize) -> usize {
     if layer.format.is_fp8() {
         rows * columns as usize / columns_a_byte
@@ -182,7 +183,7 @@ fn fp8(layer: &LayerDesc, rows: usize, columns: i64, columns_a_byte: usize) -> u
     }
 }
 
-/// How many of `Counters` a call on rows in order has. It counts no tile, and `Counters::DONE` only where it counts no peaks.
+/// How many of `Counters` a call on rows in order has. Such a call counts no tiles. It has `Counters::DONE` only if it has no peaks.
 pub fn counters_of_rows(layer: &LayerDesc) -> i32 {
     let counts = match layer.format.weights() {
         Weights::Plain => true,
@@ -193,7 +194,7 @@ pub fn counters_of_rows(layer: &LayerDesc) -> i32 {
     done.max(Counters::PEAK_HIDDEN as i32 + 1)
 }
 
-/// Counters of a launch that finds its tiles itself, which no schedule makes zero; 0 for formats without such a launch.
+/// How many counters a launch has that finds its tiles itself. No schedule sets them to 0. Formats without such a launch have none.
 fn own_counters(layer: &LayerDesc) -> usize {
     let kept = layer.format.is_packed() && layer.format.activations() == Activations::Kept;
     if kept && layer.experts <= MOST_EXPERTS {

@@ -1,4 +1,4 @@
-//! Handles of experts: operators of torch take tensors and numbers, so they name an `ExpertWeights` by a number.
+//! Handles of experts. Operators of torch take tensors and numbers, so they name an `ExpertWeights` by a number.
 
 use super::ExpertWeights;
 use crate::contract;
@@ -13,7 +13,7 @@ pub fn next() -> i64 {
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
 
-/// The experts whose handle was asked for, by handle. They are held weakly: a handle keeps no memory.
+/// The experts whose handle was asked for, by handle. They are held weakly, so that a handle keeps no memory.
 fn registry(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
     static REGISTRY: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
     let made = REGISTRY.get_or_try_init(py, || {
@@ -29,7 +29,7 @@ pub fn of(experts: &Bound<'_, ExpertWeights>) -> PyResult<i64> {
     Ok(handle)
 }
 
-/// The experts of a handle, or an error where they are no more.
+/// The experts of a handle, or an error if they no longer exist.
 fn find(py: Python<'_>, handle: i64) -> Result<Bound<'_, ExpertWeights>> {
     let found = registry(py)?.call_method1("get", (handle,))?;
     if found.is_none() {

@@ -4,21 +4,21 @@
 use super::words::{self, Quads, Words};
 use super::Matrices;
 
-/// Which flashinfer: the layout changed between them.
+/// The release of flashinfer, because the layout changed between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Release {
     /// 0.6.11: scales have as many dimensions as weights.
     V0_6,
-    /// 0.7.2: scales have two more.
+    /// 0.7.2: scales have two more dimensions than weights.
     V0_7,
 }
 
-/// Rows of a matrix and bytes of its rows are multiples of these.
+/// The rows of a matrix, and the bytes of a row, are multiples of these.
 pub const ROWS: usize = words::TILE_ROWS;
 pub const COLUMNS: usize = words::TILE_BYTES;
-/// Scales of 128 columns stay together.
+/// Groups whose scales stay together: those of 128 columns.
 pub const GROUPS: usize = 4;
-/// Rows whose scales are folded together in 0.7.
+/// Rows whose scales are folded together in flashinfer 0.7.
 pub const FOLDED_ROWS: usize = 64;
 
 /// Steps alternate between the upper and the lower 8 rows of the tile.
@@ -77,8 +77,8 @@ pub fn deinterleave_values(release: Release, from: &[u8], to: &mut [u8], shape: 
     }
 }
 
-/// Rows that stay together, and the place of a scale among theirs: [K/128, rows, 4] of all rows in 0.6, [K/128, 16, 4, 4] of 64 rows in 0.7,
-/// where the four scales of rows r, r + 16, r + 32 and r + 48 make 16 bytes.
+/// (Rows whose scales stay together, function that gives the place of a scale among theirs). In 0.6 it is [K/128, rows, 4] of all rows. In
+/// 0.7 it is [K/128, 16, 4, 4] of 64 rows, in which the four scales of rows r, r + 16, r + 32 and r + 48 make 16 bytes.
 fn scale_offset(release: Release, shape: Matrices) -> (usize, impl Fn(usize, usize) -> usize + Sync) {
     let band = match release {
         Release::V0_6 => shape.rows,

@@ -1,4 +1,4 @@
-//! Conversions between layouts on a GPU: csrc/quant/layouts_mxfp4.cuh.
+//! Conversions between layouts on a GPU, with the kernels of csrc/quant/layouts_mxfp4.cuh.
 
 use super::cutlass::{self, Release};
 use super::{words, Conversion, Layout, Matrices};
@@ -9,7 +9,7 @@ use crate::params::{LayoutMxfp4Params, Mxfp4Layout};
 use crate::quant::packed;
 use crate::variants::quant;
 
-/// Threads that a conversion needs for a band, and rows of the bands.
+/// (rows of a band, threads that a conversion needs for a band).
 fn bands(conversion: &Conversion) -> (usize, usize) {
     let held = conversion.held;
     if !conversion.scales {
@@ -23,7 +23,7 @@ fn bands(conversion: &Conversion) -> (usize, usize) {
     (rows, rows * held.columns / 4)
 }
 
-/// From the address of one form's bytes to that of the other's.
+/// Launches a conversion from the bytes at `input` to those at `output`.
 pub fn launch(stream: &Stream<'_>, op: &str, conversion: &Conversion, input: *const u8, output: *mut u8) -> Result<()> {
     let Conversion { layout, scales, back, plain, held } = *conversion;
     let Matrices { count, rows, columns } = held;

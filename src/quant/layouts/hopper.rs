@@ -9,7 +9,7 @@ struct Swizzle;
 impl Words for Swizzle {
     const STRIDE: usize = 16;
 
-    /// Four rows become one of four times the length: row pairs (r, r + 1) side by side, then a lane's four words along K.
+    /// Four rows become one row of four times the length: row pairs (r, r + 1) side by side, then a lane's four words along K.
     fn offset(quads: Quads, columns: usize) -> usize {
         let Quads { row, tile, step } = quads;
         row / 2 * 4 * columns + tile * 128 + row % 2 * 64 + step * 4
@@ -24,7 +24,7 @@ impl Words for Swizzle {
     }
 }
 
-/// Bytes of a row are padded to this; rows to 64 or 256, by release.
+/// Bytes of a row are padded to this multiple. Rows are padded to 64 or 256, by release.
 pub const VALUE_COLUMNS: usize = 64;
 
 /// The extent of swizzled codes [rows, K/2]; they are stored as [rows / 4, 4 K/2].
@@ -45,7 +45,8 @@ pub fn padded_scales(plain: Matrices, num_warps: usize) -> Matrices {
     plain.padded(32 * num_warps, 2)
 }
 
-/// Within 32 `num_warps` rows: each warp's two 16-row tiles side by side, of each the scales that a lane needs for 64 columns together.
+/// The place of a scale within 32 `num_warps` rows. Each warp's two 16-row tiles lie side by side. In a tile, the scales that a lane needs
+/// for 64 columns lie together.
 fn scale_offset(row: usize, group: usize, num_warps: usize, groups: usize) -> usize {
     let (tile, warp, half, lane) = (row / (16 * num_warps), row / 16 % num_warps, row / 8 % 2, row % 8);
     warp * 32 * groups + group / 2 * 64 + tile * 32 + lane * 4 + group % 2 * 2 + half

@@ -1,4 +1,4 @@
-//! MXFP4 weights as other kernels hold them, to and from the checkpoint's form (codes [rows, K/2], scales [rows, K/32]).
+//! MXFP4 weights in other kernels' layouts, converted to and from the checkpoint's form (codes [rows, K/2], scales [rows, K/32]).
 //!
 //! Three of these layouts are one idea. A *quad* is the four bytes at rows r, r + 8 and byte columns c, c + 4: the eight elements that
 //! one lane of a 16 x 64 tensor-core tile owns. Each quad becomes one little-endian 32-bit word; layouts differ in the bits within the
@@ -33,14 +33,15 @@ impl Matrices {
     }
 }
 
-/// Whose layout.
+/// The project whose layout it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
     Hopper { num_warps: usize },
     Cutlass(cutlass::Release),
 }
 
-/// Codes or scales from the checkpoint's form to a layout, or `back`. `held` has the layout's padding.
+/// A conversion of codes or scales from the checkpoint's form to a layout, or in the other direction if `back`. `held` has the layout's
+/// padding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Conversion {
     pub layout: Layout,
@@ -66,8 +67,8 @@ impl Conversion {
     }
 }
 
-/// Bytes to a layout that keeps bands of `band` rows together: within a band the byte of (row, column) goes to `offset`. Rows and columns
-/// between `plain` and `padded` become 0. `padded.rows` is a multiple of `band`.
+/// Moves bytes to a layout that keeps bands of `band` rows together. Within a band the byte of (row, column) goes to `offset`. Rows and
+/// columns between `plain` and `padded` become 0. `padded.rows` is a multiple of `band`.
 fn scatter(
     from: &[u8],
     plain: Matrices,
@@ -92,7 +93,7 @@ fn scatter(
     });
 }
 
-/// The inverse of `scatter`; what is outside `plain` is dropped.
+/// The inverse of `scatter`. Bytes outside `plain` are dropped.
 fn gather(
     from: &[u8],
     padded: Matrices,
@@ -130,7 +131,7 @@ mod tests {
         (0..count).map(|_| next()).collect()
     }
 
-    /// Plain to laid out and back with `undo`, from a poisoned buffer.
+    /// Converts plain bytes to a layout with `apply` and back with `undo`, into poisoned buffers.
     fn round_trip(
         plain: Matrices,
         padded: Matrices,

@@ -1,9 +1,9 @@
-//! Quads of bytes to words and back: see the module above.
+//! Conversions of quads of bytes to words and back. `layouts/mod.rs` says what a quad is.
 
 use super::Matrices;
 use crate::parallel::*;
 
-/// Rows and byte columns that a tile has: 16 x 64 elements, 8 x 4 x 4 quads.
+/// Rows and byte columns of a tile, which has 16 x 64 elements: 8 x 4 x 4 quads.
 pub(super) const TILE_ROWS: usize = 16;
 pub(super) const TILE_BYTES: usize = 32;
 
@@ -17,7 +17,7 @@ pub(super) struct Quads {
 
 /// A layout of quads.
 pub(super) trait Words {
-    /// Bytes from one of four quads' words to the next.
+    /// Distance in bytes between the words of neighbouring quads.
     const STRIDE: usize;
     /// The byte offset of the first word of four within its 16 rows, which have `columns` bytes each.
     fn offset(quads: Quads, columns: usize) -> usize;
@@ -37,7 +37,8 @@ fn for_each_quads(columns: usize, mut f: impl FnMut(Quads, usize)) {
     }
 }
 
-/// Codes to words; rows and columns between `plain` and `padded` become zeros. `padded` is whole tiles, `plain.columns` a multiple of 8.
+/// Converts codes to words. Rows and columns between `plain` and `padded` become zeros. `padded` is whole tiles, and `plain.columns` a
+/// multiple of 8.
 pub(super) fn encode<W: Words>(from: &[u8], plain: Matrices, to: &mut [u8], padded: Matrices) {
     if to.is_empty() {
         return;
@@ -64,7 +65,7 @@ pub(super) fn encode<W: Words>(from: &[u8], plain: Matrices, to: &mut [u8], padd
     });
 }
 
-/// The inverse of `encode`; what is outside `plain` is dropped.
+/// The inverse of `encode`. Bytes outside `plain` are dropped.
 pub(super) fn decode<W: Words>(from: &[u8], padded: Matrices, to: &mut [u8], plain: Matrices) {
     if to.is_empty() {
         return;
@@ -100,7 +101,7 @@ pub(super) fn decode<W: Words>(from: &[u8], padded: Matrices, to: &mut [u8], pla
 /// them two at a time as bf16 with sign, two exponent bits and mantissa in place (m = 0x81c081c0). Elements 0, 2, 4, 6, the low nibbles,
 /// go to the low halfword, the others to the high one.
 pub(super) fn spread(quad: [u8; 4]) -> u32 {
-    // Both nibbles at once, each in its halfword.
+    // This converts both nibbles at once, each in its halfword.
     let [a, b, c, d] = quad.map(|byte| u32::from(byte & 0x0f) | u32::from(byte & 0xf0) << 12);
     let element = |x: u32| (x & 0x0008_0008) << 12 | (x & 0x0007_0007) << 6;
     let last = (d & 0x0008_0008) << 11 | (d & 0x0006_0006) << 9 | (d & 0x0001_0001) << 13;
@@ -127,7 +128,7 @@ pub(super) fn unpairs(word: u32) -> [u8; 4] {
 mod tests {
     use super::*;
 
-    /// The three shifts and the mask that a kernel reads a word with.
+    /// Checks the three shifts and the mask with which a kernel reads a word.
     #[test]
     fn spread_reads_as_bf16() {
         const MASK: u32 = 0x81c0_81c0;

@@ -50,7 +50,7 @@ class Exchange:
 
 
 def on_ranks(world, function, arguments):
-    """Results of `function(rank, exchange, ...)` in a process a rank, each with a log of its own."""
+    """Returns results of `function(rank, exchange, ...)` in a process for each rank, each with a log of its own."""
     pairs = {(a, b): socket.socketpair() for a in range(world) for b in range(a + 1, world)}
     results = [os.pipe() for _ in range(world)]
     log = os.environ["FAKE_LOG"]
@@ -110,7 +110,8 @@ def operands(rank, tokens, hidden, pattern, dtype):
 
 
 def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=False):
-    """Makes a workspace, calls, destroys: launches, tensors, what lies in all ranks' memory, what was raised."""
+    """Makes a workspace, calls, destroys. Returns launches, tensors, what lies in all ranks' memory, and what was
+    raised."""
     space = create_allreduce_fusion_workspace(
         world_size=world,
         rank=rank,
@@ -137,12 +138,12 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
         result["workspaces"] = [int.from_bytes(data[8 * i : 8 * i + 8], "little") for i in range(8)]
         result["memory"] = [words(address, 64) for address in result["workspaces"][:world]]
         result["tail"] = words(result["workspaces"][rank] + space.nbytes - 8, 1)
-        # What is written here must be seen there.
+        # The neighbour must see the word that is written here.
         ctypes.c_uint64.from_address(result["workspaces"][(rank + 1) % world] + 1016).value = 1000 + rank
         exchange(b"")
         result["heard"] = words(result["workspaces"][rank] + 1016, 1)[0]
     if fault is not None:
-        # As a peer's kernel would report it.
+        # A peer's kernel would report a fault in this way.
         exchange(b"")
         for address in result["workspaces"][:world]:
             ctypes.c_uint64.from_address(address).value = fault
@@ -160,7 +161,7 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
 
 
 def failing_rank(rank, exchange, log, world, fail, failing):
-    """What each rank hears when one of them fails while workspaces are made, and what it leaves mapped."""
+    """Returns what each rank hears when one of them fails while workspaces are made, and what it leaves mapped."""
     if rank == failing:
         os.environ["FAKE_FAIL"] = fail
     else:
@@ -189,7 +190,7 @@ def failure(**arguments):
 
 
 def strange_descriptors(folder):
-    """What a workspace says of a rank's descriptor that is not what the driver exported, and what is left open."""
+    """Returns a workspace's errors for a rank's descriptors that the driver did not export, and what is left open."""
 
     def plain(size):
         number = os.open(os.path.join(folder, f"plain-{size}"), os.O_RDWR | os.O_CREAT)
@@ -224,7 +225,7 @@ def strange_descriptors(folder):
         memory.close()
         if 0 <= number < 1000:
             os.close(number)
-    # Imported, and then found to be no GPU's.
+    # The descriptor is imported, and then found to be no GPU's memory.
     os.environ["FAKE_LOCATION"] = "2"
     before = len(os.listdir("/proc/self/fd"))
     memory = make()

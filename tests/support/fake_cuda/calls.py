@@ -1,4 +1,4 @@
-"""What a test has done under the stand-in driver: `python calls.py <function> <keyword arguments as JSON>`.
+"""The calls that tests make under the stand-in driver: `python calls.py <function> <keyword arguments as JSON>`.
 
 Prints the function's result as JSON. Driver records of a call are taken from FAKE_LOG right after it.
 """
@@ -74,7 +74,8 @@ class Layer:
 
 
 def sequences(layers, arch, routings=("logits", "int32", "int64")):
-    """Every layer at each token count: its plan as text, for this GPU and by name, and what was asked of the driver."""
+    """Runs every layer at each token count: its plan as text, for this GPU and by name, and what the driver was
+    asked."""
     results = []
     for layer in layers:
         counts = layer.pop("tokens")
@@ -102,13 +103,13 @@ def sequences(layers, arch, routings=("logits", "int32", "int64")):
 
 
 def load(**layer):
-    """Weights alone."""
+    """Loads weights alone."""
     made = Layer(**layer)
     return {"addresses": made.addresses(), "records": records()}
 
 
 def calls(layer, tokens, count, **options):
-    """The same call some times; records of loading first, then of each call."""
+    """Makes the same call some times: records of loading first, then of each call."""
     made = Layer(**layer)
     every = [records()]
     for _ in range(count):
@@ -118,7 +119,7 @@ def calls(layer, tokens, count, **options):
 
 
 def routing_operations(tokens, experts, top_k):
-    """topk with and without given outputs, sort_by_expert, routing_tables: [(records, addresses)]."""
+    """Runs topk with and without given outputs, sort_by_expert, routing_tables: [(records, addresses)]."""
     logits, ids = Tensor((tokens, experts), "bfloat16"), Tensor((tokens, top_k), "int32")
     weights = Tensor((tokens, top_k), "float32")
     results = []
@@ -134,7 +135,7 @@ def routing_operations(tokens, experts, top_k):
 
 
 def foreign_context(layer, context):
-    """A call while another context is current, one while ours is: records, and the context that is current after."""
+    """Calls while another context is current, and while oxmoe's is: records, and the context that is current after."""
     driver = ctypes.CDLL("libcuda.so.1")
     current = ctypes.c_void_p()
 
@@ -173,7 +174,7 @@ def failing(layer, tokens, routing="logits"):
 
 
 def refused(layer, tokens):
-    """What loading, topk, explain and device_info say where GPU calls cannot work."""
+    """Returns what loading, topk, explain and device_info say if GPU calls cannot work."""
     logits = Tensor((tokens, layer["experts"]), "float32")
     return {
         "load": attempt(Layer, **layer),
@@ -185,12 +186,12 @@ def refused(layer, tokens):
 
 
 def oxmoe_device_info():
-    """Of the module without torch."""
+    """Returns device_info of the module without torch."""
     return oxmoe.device_info()
 
 
 def make_packed(experts, hidden, intermediate, scale_dtype="uint8", columns=None, bias=None, **options):
-    """MXFP4 experts with `columns` of w13 (hidden of them used), and their operands."""
+    """Makes MXFP4 experts with `columns` of w13 (hidden of them used), and their operands."""
     columns = columns or hidden
     rows = intermediate * (2 if options.get("gated", True) else 1)
     shapes = {
@@ -208,7 +209,7 @@ def make_packed(experts, hidden, intermediate, scale_dtype="uint8", columns=None
 
 
 def packed_experts(**layer):
-    """The operands' addresses, those of what they were packed into, and the driver's records."""
+    """Returns the operands' addresses, those of their packed form, and the driver's records."""
     weights, tensors = make_packed(**layer)
     packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
     return {
@@ -219,7 +220,7 @@ def packed_experts(**layer):
 
 
 def packed_calls(top_k, tokens, **layer):
-    """Packed experts at each token count: plan as text (None where explain has no such shape), addresses, records."""
+    """Runs packed experts at each token count: plan as text (None if explain has no such shape), addresses, records."""
     weights, tensors = make_packed(**layer)
     packed = [[t.address for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
     shape = [layer[name] for name in ("experts", "hidden", "intermediate")]
@@ -241,7 +242,7 @@ def packed_calls(top_k, tokens, **layer):
 
 
 def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
-    """MXFP8 experts at each token count: plan as text, addresses, what they were packed into, records."""
+    """Runs MXFP8 experts at each token count: plan as text, addresses, those of their packed form, records."""
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
     for name, (_, height, width) in shapes.items():
@@ -255,7 +256,7 @@ def mxfp8_calls(top_k, tokens, experts, hidden, intermediate, in_place):
 
 
 def nvfp4_operands(experts, hidden, intermediate, gated=True, swizzled=False):
-    """Codes and scales of NVFP4 experts by name."""
+    """Returns codes and scales of NVFP4 experts by name."""
     tensors = {}
     for name, (rows, columns) in {
         "w13": (intermediate * (2 if gated else 1), hidden),
@@ -268,15 +269,15 @@ def nvfp4_operands(experts, hidden, intermediate, gated=True, swizzled=False):
 
 
 def nvfp4_roundings(experts, mode):
-    """The numbers that activations are rounded with."""
+    """Returns the numbers that activations are rounded with."""
     each = mode == "each"
     x = Tensor((experts,), "float32") if each else 2.0
     return {} if mode == "a16" else {"input_global_scale": x, "a2_global_scale": Tensor((1,), "float32")}
 
 
 def nvfp4_calls(top_k, tokens, experts, hidden, intermediate, mode, gated=True, swizzled=False):
-    """NVFP4 experts at each token count: plan as text, addresses, what they were packed into, records. mode: "a16";
-    activations are rounded with "one" number or that of "each" expert; tokens are "codes"."""
+    """Runs NVFP4 experts at each token count: plan as text, addresses, those of their packed form, records. mode:
+    "a16"; "one" or "each": activations are rounded with one number or with each expert's; "codes": tokens are codes."""
     tensors = nvfp4_operands(experts, hidden, intermediate, gated, swizzled)
     options = {} if gated else {"activation": "relu2"}
     numbers = {"w13_global_scale": Tensor((experts, 2) if gated else (experts,), "float32"), "w2_global_scale": 0.25}
@@ -300,7 +301,7 @@ def nvfp4_calls(top_k, tokens, experts, hidden, intermediate, mode, gated=True, 
 
 
 def refused_nvfp4():
-    """What NVFP4 experts raise on a GPU."""
+    """Returns what NVFP4 experts raise on a GPU."""
     tensors = nvfp4_operands(4, 128, 64)
     numbers = {"w13_global_scale": 1.0, "w2_global_scale": 1.0}
     make = oxmoe.ExpertWeights.nvfp4
@@ -317,7 +318,7 @@ def refused_nvfp4():
 
 
 def int4_operands(experts, hidden, intermediate, gated=True, group=32, zeros=False, scale_dtype="bfloat16"):
-    """Operands of int4 experts by name."""
+    """Returns operands of int4 experts by name."""
     tensors = {}
     for name, (rows, columns) in {
         "w13": (intermediate * (2 if gated else 1), hidden),
@@ -332,7 +333,7 @@ def int4_operands(experts, hidden, intermediate, gated=True, group=32, zeros=Fal
 
 
 def int4_calls(top_k, tokens, experts, hidden, intermediate, gated=True, **operands):
-    """int4 experts at each token count: plan as text, addresses, what they were packed into, records."""
+    """Runs int4 experts at each token count: plan as text, addresses, those of their packed form, records."""
     tensors = int4_operands(experts, hidden, intermediate, gated, **operands)
     weights = oxmoe.ExpertWeights.int4(**tensors, **({} if gated else {"activation": "relu2"}))
     packed = [[(t.address, t.shape) for t in packed] for packed in (weights.w13_packed, weights.w2_packed)]
@@ -343,7 +344,7 @@ def int4_calls(top_k, tokens, experts, hidden, intermediate, gated=True, **opera
 
 
 def refused_int4():
-    """What int4 experts raise on a GPU."""
+    """Returns what int4 experts raise on a GPU."""
     tensors, make = int4_operands(4, 128, 64, zeros=True), oxmoe.ExpertWeights.int4
     return {
         "right": attempt(make, **tensors),
@@ -357,7 +358,7 @@ def refused_int4():
 
 
 def expert_order_weights(format, experts, hidden, intermediate):
-    """Experts of a format, and the addresses of what they were made of."""
+    """Returns experts of a format, and the addresses of the tensors that they were made of."""
     if format in ("bf16", "f16"):
         made = Layer(experts, 1, hidden, intermediate, "bfloat16" if format == "bf16" else "float16")
         return made.weights, made.tensors
@@ -386,8 +387,8 @@ def expert_order_weights(format, experts, hidden, intermediate):
 
 
 def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=False):
-    """Rows in expert order for each (m, expected) of rooms, masked [experts, m, hidden] and contiguous ones in 128s
-    [experts m, hidden]: addresses, records of the driver."""
+    """Runs rows in expert order for each (m, expected) of rooms, masked [experts, m, hidden] and contiguous ones in
+    128s [experts m, hidden]: addresses, records of the driver."""
     weights, tensors = expert_order_weights(format, experts, hidden, intermediate)
     packed = [None if t is None else [part.address for part in t] for t in (weights.w13_packed, weights.w2_packed)]
     load, calls = records(), []
@@ -414,7 +415,7 @@ def expert_order_calls(format, experts, hidden, intermediate, rooms, quantised=F
 
 
 def many_workspaces(format, layer, tokens, top_k, count):
-    """A call on each of many workspaces in turn, then on the first, the last and the first again: launches and memsets.
+    """Calls on each of many workspaces in turn, then on the first, the last and the first again: launches and memsets.
     tokens 0: rows in expert order."""
     experts, hidden, _ = layer
     weights, _ = expert_order_weights(format, *layer)
@@ -440,7 +441,7 @@ def many_workspaces(format, layer, tokens, top_k, count):
 
 
 def refused_expert_order(formats):
-    """What moe_masked raises on a GPU: formats by name, and operands of a right one."""
+    """Returns what moe_masked raises on a GPU: formats by name, and operands of a right one."""
     errors, counts = {}, Tensor((4,), "int32")
     for format in formats:
         weights, _ = expert_order_weights(format, 4, 256, 256)
@@ -463,7 +464,7 @@ def refused_expert_order(formats):
 
 
 def packed_functions(rows, columns):
-    """mxfp4_pack and mxfp4_unpack."""
+    """Runs mxfp4_pack and mxfp4_unpack."""
     codes, scales = Tensor((3, 2, rows, columns // 2), "uint8"), Tensor((3, 2, rows, columns // 32), "uint8")
     form = {"gated": True, "layout": "up_gate"}
     packed = oxmoe.pack_mxfp4(codes, scales, **form)
@@ -473,7 +474,8 @@ def packed_functions(rows, columns):
 
 
 def layouts(rows, columns, num_warps=8):
-    """Every other layout and back: [addresses of codes and scales before and after, shapes after, records] of each."""
+    """Converts to every other layout and back: [addresses of codes and scales before and after, shapes after, records]
+    of each."""
     lead = (3, 2)
     codes, scales = Tensor((*lead, rows, columns // 2), "uint8"), Tensor((*lead, rows, columns // 32), "uint8")
     results = []
@@ -493,7 +495,7 @@ def layouts(rows, columns, num_warps=8):
 
 
 def quantized(shape, dtype, rounding):
-    """mxfp4 and back: addresses of numbers, codes, scales and numbers again, shapes of the last three, records."""
+    """Runs mxfp4 and back: addresses of numbers, codes, scales and numbers again, shapes of the last three, records."""
     x = Tensor(shape, dtype)
     codes, scales = oxmoe.quantize_mxfp4(x, rounding=rounding)
     back = oxmoe.dequantize_mxfp4(codes, scales, dtype)
@@ -502,7 +504,7 @@ def quantized(shape, dtype, rounding):
 
 
 def quantized_rows(shape):
-    """rows_e4m3: addresses of numbers, codes and scales, shapes of the last two, records."""
+    """Runs rows_e4m3: addresses of numbers, codes and scales, shapes of the last two, records."""
     x = Tensor(shape)
     made = oxmoe.quantize_rows_e4m3(x)
     return {
@@ -513,7 +515,8 @@ def quantized_rows(shape):
 
 
 def dense_quantize(shape, dtype, layout, alignment):
-    """MXFP8 and back: addresses of numbers, codes, scales and numbers again, shapes of codes and scales, records."""
+    """Runs MXFP8 and back: addresses of numbers, codes, scales and numbers again, shapes of codes and scales,
+    records."""
     x = Tensor(shape, dtype)
     codes, scales = oxmoe.quantize_mxfp8(x, layout=layout, alignment=alignment)
     back = oxmoe.dequantize_mxfp8(codes, scales, dtype, layout=layout)
@@ -525,7 +528,7 @@ def dense_quantize(shape, dtype, layout, alignment):
 
 
 def dense_mm(m, n, k, a_scales, b_scales, out_dtype="bfloat16", use_8x4=False):
-    """The dense MXFP8 GEMM with scales of these shapes: addresses of operands and output, records."""
+    """Runs the dense MXFP8 GEMM with scales of these shapes: addresses of operands and output, records."""
     a, b = Tensor((m, k), "float8_e4m3fn"), Tensor((n, k), "float8_e4m3fn").swapaxes(0, 1)
     scales = [Tensor(shape, "uint8") for shape in (a_scales, b_scales)]
     out = oxmoe.mm_mxfp8(a, b, *scales, out_dtype=out_dtype, use_8x4_sf_layout=use_8x4)
@@ -533,7 +536,7 @@ def dense_mm(m, n, k, a_scales, b_scales, out_dtype="bfloat16", use_8x4=False):
 
 
 def nvfp4_quantized(shape, dtype, block, layout):
-    """NVFP4, or MXFP4 of blocks of 32: addresses of numbers, codes and scales, shapes of the last two, records."""
+    """Runs NVFP4, or MXFP4 of blocks of 32: addresses of numbers, codes and scales, shapes of the last two, records."""
     x = Tensor(shape, dtype)
     kind = "e4m3" if block == 16 else "e8m0"
     codes, scales = oxmoe.quantize_nvfp4(x, block=block, scale_dtype=kind, scale_layout=layout)
@@ -545,7 +548,7 @@ def nvfp4_quantized(shape, dtype, block, layout):
 
 
 def refused_dense():
-    """What the dense MXFP8 GEMM raises on a GPU."""
+    """Returns what the dense MXFP8 GEMM raises on a GPU."""
     a, b = Tensor((4, 64), "float8_e4m3fn"), Tensor((8, 64), "float8_e4m3fn").swapaxes(0, 1)
     scales = Tensor((4, 2), "uint8"), Tensor((2, 8), "uint8")
     shifted = Tensor((4, 64), "float8_e4m3fn")
@@ -558,7 +561,7 @@ def refused_dense():
 
 
 def refused_mxfp4():
-    """What MXFP4 experts on a GPU raise."""
+    """Returns what MXFP4 experts raise on a GPU."""
     codes = Tensor((4, 128, 32), "uint8"), Tensor((4, 64, 32), "uint8")
     scales = Tensor((4, 128, 2), "uint8"), Tensor((4, 64, 2), "uint8")
     x, ids, weights = Tensor((2, 64)), Tensor((2, 1), "int32"), Tensor((2, 1), "float32")

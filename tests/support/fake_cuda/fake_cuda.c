@@ -1,17 +1,17 @@
-// A stand-in libcuda.so.1 for tests without a GPU: every driver call that oxmoe makes, with the real driver's rules, recorded.
-// Compiled against NVIDIA's cuda.h, so a wrong structure layout in the caller shows.
+// A stand-in libcuda.so.1 for tests without a GPU. It has every driver call that oxmoe makes, with the real driver's rules, and
+// records each. It is compiled against NVIDIA's cuda.h, so a wrong structure layout in the caller shows.
 //
-// FAKE_LOG         file that gets one JSON object a call
+// FAKE_LOG         file that gets one JSON object for each call
 // FAKE_CC          compute capability times 10 (90)
 // FAKE_SMS         multiprocessors (132)
 // FAKE_SHARED      most dynamic shared memory of a CTA, bytes (232448)
 // FAKE_DEVICES     GPUs (1)
 // FAKE_VERSION     CUDA version that the driver speaks (13000)
 // FAKE_TOO_LARGE   if 1: cooperative launches are too large, as under an MPS limit
-// FAKE_GREEN       if set: every stream is one of a green context with so many multiprocessors, of which each holds two CTAs
+// FAKE_GREEN       if set: every stream belongs to a green context with this many multiprocessors, which hold two CTAs each
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
 // FAKE_CAPTURING   1: streams are being captured into a graph (0)
-// FAKE_LOCATION    kind of memory that imported handles say they are (1: a device's)
+// FAKE_LOCATION    kind of memory that imported handles report (1: a device's)
 // FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
 
 #define _GNU_SOURCE
@@ -87,7 +87,7 @@ static CUresult injected(const char* function) {
     return !strcmp(name, function) && nth == call ? (CUresult)code : CUDA_SUCCESS;
 }
 
-// A refusal that the real driver would also make; `rule` tells the test which.
+// A refusal that the real driver would also make; `rule` tells the test which one.
 static CUresult refuse(const char* function, CUresult code, const char* rule) {
     record("{\"call\": \"refused\", \"function\": \"%s\", \"code\": %d, \"rule\": \"%s\"}", function, code, rule);
     return code;
@@ -176,8 +176,8 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     return CUDA_SUCCESS;
 }
 
-// Whether the image has machine code for this GPU: the entries of a fatbin have kind (2: cubin) at byte 0, the size of their own
-// header at 4, of their data at 8, and the architecture at 28.
+// Whether the image has machine code for this GPU. An entry of a fatbin has its kind (2: cubin) at byte 0, the size of its header
+// at 4, the size of its data at 8, and the architecture at 28.
 static int has_code(const unsigned char* image) {
     uint16_t header;
     uint64_t size;
@@ -289,7 +289,7 @@ CUresult cuStreamSynchronize(CUstream stream) {
     return CUDA_SUCCESS;
 }
 
-// Memory that processes share: a handle is a memfd + 1, a mapping is a mapping. Sizes must be whole units.
+// Memory that processes share. A handle is a memfd + 1, and a mapping is a mapping of it. Sizes must be whole units.
 enum { kUnit = 2 << 20 };
 
 CUresult cuMemGetAllocationGranularity(size_t* unit, const CUmemAllocationProp* prop, CUmemAllocationGranularity_flags option) {
@@ -415,7 +415,7 @@ CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-// In stream order, so what is there is recorded alone.
+// The memset would run in stream order, so it is only recorded.
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream stream) {
     ENTER();
     REQUIRE(current && bytes, CUDA_ERROR_INVALID_VALUE);
@@ -453,7 +453,7 @@ static void list(char* text, size_t length, const unsigned long long* values, un
     if (used < length) snprintf(text + used, length - used, "]");
 }
 
-// The map's first words: its number, the tensor's address.
+// The map's first words are its number and the tensor's address.
 CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t* steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
@@ -500,7 +500,7 @@ CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuui
     return CUDA_SUCCESS;
 }
 
-// The green context of a stream is its address and one.
+// The green context of a stream has the stream's address plus one.
 CUresult cuStreamGetGreenCtx(CUstream stream, CUgreenCtx* context) {
     ENTER();
     *context = number("FAKE_GREEN", 0) ? (CUgreenCtx)((uintptr_t)stream + 1) : NULL;
@@ -516,7 +516,7 @@ CUresult cuGreenCtxGetDevResource(CUgreenCtx context, CUdevResource* resource, C
     return CUDA_SUCCESS;
 }
 
-// Sizes of a kernel's parameters by FAKE_PARAMETERS; returns how many there are.
+// Reads sizes of a kernel's parameters from FAKE_PARAMETERS; returns how many there are.
 static int parameter_sizes(const char* kernel, long sizes[4]) {
     const char* best = NULL;
     size_t best_length = 0;

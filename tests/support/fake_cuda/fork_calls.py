@@ -15,7 +15,7 @@ def _topk() -> str | None:
 
 
 def cuda_after_fork(opens):
-    """What a call in a child raises; `opens`: the parent opens its GPU before."""
+    """Returns what a call in a child raises. `opens`: the parent opens its GPU before."""
     if opens:
         oxmoe.device_info()
     reader, writer = os.pipe()
@@ -30,5 +30,5 @@ def cuda_after_fork(opens):
 
 
 def failed_start():
-    """What a call raises where nobody forked."""
+    """Returns what a call raises in a process that was not forked."""
     return _topk()

@@ -9,9 +9,9 @@ import oxmoe._oxmoe as oxmoe
 
 
 def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
-    """Experts of e4m3 with block scales at each token count: plan as text, addresses, records.
+    """Runs experts of e4m3 with block scales at each token count: plan as text, addresses, records.
 
-    groups: of a router with bias, as DeepSeek-V3's.
+    groups: the number of groups of a router with bias, such as DeepSeek-V3's.
     """
     router = {}
     if groups:
@@ -30,7 +30,7 @@ def fp8_calls(top_k, tokens, experts, hidden, intermediate, groups=0):
 
 
 def fp8_quantized(shape, dtype, group, **options):
-    """quantize_fp8: addresses of numbers, codes and scales, shapes of the last two, records."""
+    """Runs quantize_fp8: addresses of numbers, codes and scales, shapes of the last two, records."""
     x = Tensor(shape, dtype)
     made = oxmoe.quantize_fp8(x, group, 1e-10, **options)
     return {
@@ -41,7 +41,8 @@ def fp8_quantized(shape, dtype, group, **options):
 
 
 def refused_fp8():
-    """What constructing fp8 experts says of each operand that begins 4 bytes too late, and of all where they should."""
+    """Returns the errors of fp8 experts for each operand that begins 4 bytes too late, and for operands that begin
+    right."""
     shapes = {"w13": (2, 512, 384), "w2": (2, 384, 256)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
     for name, (_, height, width) in shapes.items():
@@ -62,7 +63,8 @@ def refused_fp8():
 
 
 def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode, of_rows=False, bias=False, gated=True):
-    """Experts of e4m3 with one scale a matrix, or one a row; and, if a mode is "given", with tokens that are e4m3."""
+    """Runs experts of e4m3 with one scale a matrix, or one a row; and, if a mode is "given", with tokens that are
+    e4m3."""
     rows = intermediate * (2 if gated else 1)
     shapes = {"w13": (experts, rows, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
@@ -84,7 +86,7 @@ def fp8_tensor_calls(top_k, tokens, experts, hidden, intermediate, mode, of_rows
 
 
 def fp8_tokens(tokens, form, experts=8, top_k=2, hidden=384, intermediate=256):
-    """A call with e4m3 tokens; form: of their scales."""
+    """Makes a call with e4m3 tokens. form: the form of their scales."""
     shapes = {"w13": (experts, 2 * intermediate, hidden), "w2": (experts, hidden, intermediate)}
     tensors = {name: Tensor(shape, "float8_e4m3fn") for name, shape in shapes.items()}
     for name, (_, height, width) in shapes.items():

@@ -1,4 +1,4 @@
-"""The test's side of the stand-in driver: building it, calling under it, reading what it recorded."""
+"""The test's side of the stand-in driver: it builds the driver, makes calls under it, and reads its records."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ SIGNATURES = {
 def parameter_structs() -> dict[str, type[ctypes.Structure]]:
     """The structs of src/params/ as C lays them out."""
     folder = Path(__file__).parents[3] / "src" / "params"
-    # Structs of these are the others' fields.
+    # Structs of these files are fields of the others' structs.
     first = ["common", "moe", "quant"]
     names = first + sorted({path.stem for path in folder.glob("*.rs")} - set(first))
     text = "".join((folder / f"{name}.rs").read_text() for name in names)
@@ -93,7 +93,7 @@ STRUCTS = parameter_structs()
 
 
 def parameters_of(launch: dict[str, Any]) -> list[Any]:
-    """A launch's parameters: structs, or (map number, address) of a tensor map."""
+    """Returns a launch's parameters: structs, or (map number, address) of a tensor map."""
     prefix = max((name for name in SIGNATURES if launch["kernel"].startswith(name)), key=len)
     values = []
     for kind, text in zip(SIGNATURES[prefix], launch["parameters"], strict=True):
@@ -119,7 +119,7 @@ PLANNED = re.compile(
 
 
 def planned(text: str) -> list[tuple[Any, ...]]:
-    """(kernel, CTAs, cluster, threads, shared bytes) of each launch that `explain` prints."""
+    """Returns (kernel, CTAs, cluster, threads, shared bytes) of each launch that `explain` prints."""
     return [
         (name, int(ctas), int(size or 1), 32 * int(warps), int(shared))
         for name, ctas, size, warps, shared in PLANNED.findall(text)
@@ -131,7 +131,7 @@ def asked(launch: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def cuda_headers() -> Path | None:
-    """The folder of NVIDIA's cuda.h in this environment."""
+    """Returns the folder of NVIDIA's cuda.h in this environment."""
     roots = [
         Path(root) for root in getattr(importlib.util.find_spec("nvidia"), "submodule_search_locations", None) or ()
     ]
@@ -151,7 +151,7 @@ def build(folder: Path) -> None:
 
 
 def execute(libraries: Path, tmp_path: Path, call: str, arguments: dict[str, Any], **settings: Any) -> Any:
-    """`calls.py` in a new process with that driver; fails on a panic, and when the driver refused something."""
+    """Runs `calls.py` in a new process with that driver. It fails on a panic, and if the driver refused something."""
     sizes = {
         name: ",".join(str(kind if isinstance(kind, int) else ctypes.sizeof(STRUCTS[kind])) for kind in kinds)
         for name, kinds in SIGNATURES.items()

@@ -11,7 +11,7 @@ import oxmoe._oxmoe as oxmoe
 
 
 def _ids(rows: list[list[int]], dtype: str):
-    """(a tensor whose address is that of these numbers, what keeps them)."""
+    """Returns (a tensor whose address is that of these numbers, the object that keeps them)."""
     tensor = Tensor((len(rows), len(rows[0])), dtype)
     kind = ctypes.c_int64 if dtype == "int64" else ctypes.c_int32
     kept = (kind * (len(rows) * len(rows[0])))(*(number for row in rows for number in row))
@@ -20,7 +20,7 @@ def _ids(rows: list[list[int]], dtype: str):
 
 
 def ids_on_a_gpu(rows, dtype, experts, first_expert=None):
-    """What sort_by_expert raises, and what it asked of the driver about the ids."""
+    """Returns what sort_by_expert raises, and what it asked of the driver about the ids."""
     ids, _kept = _ids(rows, dtype)
     records()
     error = attempt(oxmoe.sort_by_expert, ids, experts, first_expert=first_expert)

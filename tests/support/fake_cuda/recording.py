@@ -1,4 +1,4 @@
-"""What calls under the stand-in driver left behind."""
+"""Records of calls under the stand-in driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _read = 0
 
 
 def records() -> list[dict]:
-    """What the driver was asked since the last time."""
+    """Returns what the driver was asked since the last time."""
     global _read
     if not os.path.exists(os.environ.get("FAKE_LOG", "")):
         return []
@@ -34,7 +34,7 @@ def attempt(function, *arguments, **options) -> str | None:
 
 
 def layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router) -> list[dict]:
-    """The layer from router logits at each token count: plan as text, addresses, records."""
+    """Runs the layer from router logits at each token count: plan as text, addresses, records."""
     calls = []
     for count in tokens:
         x, out = (Tensor((count, hidden)) for _ in range(2))

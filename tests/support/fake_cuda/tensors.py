@@ -1,6 +1,6 @@
 """CUDA tensors without CUDA: shapes and made-up addresses, published through DLPack's C exchange table like torch's.
 
-Runs in a process of its own, with the stand-in driver on LD_LIBRARY_PATH and without torch.
+The module runs in a process of its own, with the stand-in driver on LD_LIBRARY_PATH and without torch.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Tensor:
         self._shape, self._strides = ((ctypes.c_int64 * max(len(shape), 1))(*sizes) for sizes in (shape, strides))
 
     def part(self, shape):
-        """A tensor at the same address."""
+        """Returns a tensor at the same address."""
         made = Tensor(shape, self.dtype, self.device)
         made.address = self.address
         return made
@@ -121,7 +121,7 @@ class Tensor:
         return self.part(shape)
 
     def min(self):
-        """Of zero points, which are looked at when they are given."""
+        """Returns the least number. The extension looks at zero points when they are given."""
         made = Tensor((), self.dtype, self.device)
         made.value = 8
         return made
@@ -177,7 +177,7 @@ class Tensor:
 
 
 def install_torch() -> None:
-    """What the extension asks of torch when it has to make a tensor: `empty` and the dtypes."""
+    """Installs what the extension needs of torch to make a tensor: `empty` and the dtypes."""
     torch = types.ModuleType("torch")
     torch.UntypedStorage, torch.Tensor = Storage, Tensor
     torch.empty = lambda shape, dtype, device: Tensor(shape, dtype, device)

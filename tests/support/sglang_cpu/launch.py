@@ -1,4 +1,4 @@
-"""SGLang's own server as a process on a CPU: started, asked over HTTP, ended."""
+"""SGLang's own server as a process on a CPU: it is started, asked over HTTP, and ended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import oxmoe
 
 HERE = Path(__file__).parent
 READY = "The server is fired up and ready to roll!"
-# Seconds. A start takes 15 to 20 on two quiet cores.
+# Limits in seconds. A start takes 15 to 20 on two quiet cores.
 START_LIMIT, ANSWER_LIMIT, END_LIMIT = 300.0, 120.0, 30.0
 
 _METADATA = "Metadata-Version: 2.1\nName: sglang-cpu-platform\nVersion: 1\n"
@@ -42,13 +42,13 @@ class Release:
 
     version: str
     folders: tuple[Path, ...] = ()
-    # Whether it has log-probabilities of prompts without a GPU.
+    # Whether the release has log-probabilities of prompts without a GPU.
     prompt_logprobs: bool = True
     end_status: int = 0
 
 
 NEWEST = Release("0.5.23")
-# When it has drained its requests it kills all of its processes, itself too.
+# The oldest release. When it has drained its requests, it kills all of its processes, and itself too.
 OLDEST = Release(
     "0.5.12.post1",
     (Path(sys.prefix) / "sglang-0.5.12.post1", HERE / "path_0_5_12_post1"),
@@ -59,14 +59,16 @@ OLDEST = Release(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server generated, and log-probabilities that end with those of it: of the prompt before, where asked."""
+    """A server's tokens, and log-probabilities that end with those of the tokens; before them are the prompt's, if
+    asked for."""
 
     tokens: list[int]
     logprobs: list[float]
 
 
 def _free_port() -> int:
-    """Below the ports that systems give away; SGLang takes others of its own by distance from it, up to 10000."""
+    """Returns a port below those that systems give away; SGLang takes further ports at a distance from it, up to
+    10000."""
     draw = random.SystemRandom()
     for _ in range(100):
         port = draw.randrange(20000, 32000)
@@ -80,13 +82,13 @@ def _free_port() -> int:
 
 
 def _checkout() -> list[Path]:
-    """The folder of a package that is tested where it lies, not where it is installed."""
+    """Returns the folder of a package that is tested in its checkout, not where it is installed."""
     folder = Path(oxmoe.__file__).parents[1]
     return [] if str(folder) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else [folder]
 
 
 def _two_cores() -> str:
-    """One core for each of two ranks, as SGLang wants them on a CPU; the same one where there is only one."""
+    """Returns one core for each of two ranks, as SGLang wants them on a CPU; the same core if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     return f"{cores[0]}|{cores[-1]}"
 
@@ -136,7 +138,7 @@ class Server:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        # It ends the group when its input ends: a test run that is killed leaves no server behind.
+        # The guard ends the group when its input ends: a test run that is killed leaves no server behind.
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", f"cat; kill -s KILL -- -{self.process.pid}"],
             stdin=subprocess.PIPE,
@@ -148,7 +150,8 @@ class Server:
     # Life
 
     def ready(self) -> Server:
-        """Waits for SGLang's own warm-up request; AssertionError with the log's end where the start ends or hangs."""
+        """Waits for SGLang's own warm-up request. Raises AssertionError with the log's end if the start ends or
+        hangs."""
         until = time.monotonic() + START_LIMIT
         while READY not in self.log.read_text(errors="replace"):
             assert self.process.poll() is None, f"the server ended with {self.process.returncode}\n{self.tail()}"
@@ -157,7 +160,7 @@ class Server:
         return self
 
     def failed_start(self) -> int:
-        """Waits for the end of a start that is to be refused: its exit status."""
+        """Waits for the end of a start that must be refused. Returns its exit status."""
         until = time.monotonic() + START_LIMIT
         while self.process.poll() is None:
             assert READY not in self.log.read_text(errors="replace"), f"the server started\n{self.tail()}"
@@ -166,7 +169,7 @@ class Server:
         return self.process.returncode
 
     def end(self) -> None:
-        """Ends the server as a user does, and sees that it ends well: its status, nobody left, no traceback."""
+        """Ends the server as a user does, and checks that it ends well: its status, no process left, no traceback."""
         try:
             running = self.process.poll() is None
             assert running, f"the server had ended with {self.process.returncode}\n{self.tail()}"
@@ -183,7 +186,7 @@ class Server:
             self.kill()
 
     def kill(self) -> None:
-        """Whatever is left of the server's process group."""
+        """Kills all that is left of the server's process group."""
         self.guard.communicate()
         self.process.wait(END_LIMIT)
 
@@ -224,12 +227,12 @@ class Server:
             return str(answer.read().decode())
 
     def first_line(self, path: str, body: dict[str, Any]) -> bytes:
-        """The first line of an answer, whose connection is then closed."""
+        """Returns the first line of an answer, and then closes the connection."""
         with urllib.request.urlopen(self._request(path, body), timeout=ANSWER_LIMIT) as answer:
             return answer.readline()
 
     def generate(self, prompts: list[list[int]], new: int | list[int] = 16) -> list[Answer]:
-        """Greedy tokens for prompts of ids, all in one request."""
+        """Returns greedy tokens for prompts of ids, all in one request."""
         counts = [new] * len(prompts) if isinstance(new, int) else new
         sampling = [{"temperature": 0, "max_new_tokens": count, "ignore_eos": True} for count in counts]
         body = {"input_ids": prompts, "sampling_params": sampling, "return_logprob": True}
@@ -239,17 +242,17 @@ class Server:
         for answer, count in zip(self.post("/generate", body), counts, strict=True):
             meta = answer["meta_info"]
             assert len(answer["output_ids"]) == count, answer
-            # Nothing is before the first token.
+            # The first token has no log-probability, because nothing is before it.
             rows = [*meta.get("input_token_logprobs", [])[1:], *meta["output_token_logprobs"]]
             answers.append(Answer(answer["output_ids"], [row[0] for row in rows]))
         return answers
 
     def generate_beside_each_other(self, prompts: list[list[int]], new: list[int]) -> list[Answer]:
-        """The same with a request for each prompt, all sent at a time."""
+        """Returns greedy tokens with a request for each prompt, all sent at a time."""
         with ThreadPoolExecutor(len(prompts)) as pool:
             return list(pool.map(lambda prompt, count: self.generate([prompt], [count])[0], prompts, new))
 
     def update(self, checkpoint: Path) -> None:
-        """/update_weights_from_disk."""
+        """Calls /update_weights_from_disk."""
         answer = self.post("/update_weights_from_disk", {"model_path": str(checkpoint)})
         assert answer["success"], f"{answer}\n{self.tail()}"

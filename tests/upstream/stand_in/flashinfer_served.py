@@ -1,4 +1,4 @@
-"""What flashinfer's tests get from oxmoe: flashinfer's name, and oxmoe's function in flashinfer's form."""
+"""The names that flashinfer's tests get from oxmoe: flashinfer's name, and oxmoe's function in flashinfer's form."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from oxmoe import AllReduceFusionPattern as _Pattern
 from oxmoe.allreduce import trtllm
 from oxmoe.peers import flashinfer_hopper
 
-# What the tests ask of the GPU before they call. The plug-in sets it for each test file.
+# The GPU's capability, which tests ask for before they call. The plug-in sets it for each test file.
 capability = (9, 0)
 
 
@@ -129,7 +129,7 @@ def e2m1_to_float(
     is_sf_swizzled_layout: bool = True,
     is_sf_8x4_layout: bool = False,
 ) -> torch.Tensor:
-    """Decoded by torch alone, on the CPU: tests measure oxmoe's quantisers with it."""
+    """Decodes with torch alone, on the CPU: tests measure oxmoe's quantisers with it."""
     codes, scales = codes.cpu().view(torch.uint8), scales.cpu().view(torch.uint8).reshape(-1)
     rows, blocks = codes.numel() // codes.shape[-1], codes.shape[-1] * 2 // sf_vec_size
     if is_sf_swizzled_layout:
@@ -152,7 +152,7 @@ def mxfp4_dequantize_host(weight: torch.Tensor, scale: torch.Tensor, group_size:
 
 
 def rmsnorm(input: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6, **options: Any) -> torch.Tensor:
-    """The reference of the all-reduce's tests, which is not about a call of oxmoe's."""
+    """The reference of the all-reduce's tests, which do not test a call of oxmoe's here."""
     return torch.nn.functional.rms_norm(input.float(), weight.shape, weight.float(), eps).to(input.dtype)
 
 
@@ -177,7 +177,7 @@ def allreduce_fusion(input: torch.Tensor, workspace: Any, pattern: int, *args: A
 
 
 def moe_finalize_allreduce_fusion(**kwargs: Any) -> None:
-    """Without quant_out and scale_out, which flashinfer's test passes without a scale and does not look at."""
+    """Calls without quant_out and scale_out, which flashinfer's test passes without a scale and does not look at."""
     oxmoe.trtllm_moe_finalize_allreduce_fusion(**kwargs | {"quant_out": None, "scale_out": None})
 
 
@@ -246,7 +246,7 @@ NAMES: dict[str, Any] = {
     "allreduce_fusion": allreduce_fusion,
     "trtllm_moe_finalize_allreduce_fusion": moe_finalize_allreduce_fusion,
     "mpi_barrier": mpi_barrier,
-    # What tests need beside the call that they are about.
+    # Names that tests need beside the calls that they test.
     "ActivationType": ActivationType,
     "RoutingMethodType": RoutingMethodType,
     "Fp8QuantizationType": Fp8QuantizationType,

@@ -22,7 +22,7 @@ class _World:
 
     def _store(self) -> dist.TCPStore:
         if self._made is None:
-            # Beside the port that the tests' own process groups meet at.
+            # The port is the one after that at which the tests' own process groups meet.
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1
             self._made = dist.TCPStore(host, port, self._size, self._rank == 0, timedelta(seconds=120))
         return self._made

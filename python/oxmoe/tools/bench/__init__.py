@@ -1,7 +1,8 @@
-"""Times one MoE layer, router logits to combined output, ours and every peer in one process in turn.
+"""Times one MoE layer from router logits to combined output. One process times oxmoe and every peer in turn.
 
-On a GPU: one CUDA graph a backend that runs several layers with different weights, so none finds its weights in L2; the
-graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On CPU: median wall clock.
+On a GPU each backend has one CUDA graph, which runs several layers with different weights, so none finds its
+weights in L2. The graphs are replayed in rounds, backend after backend, and the median over all rounds counts. On a
+CPU the median wall clock counts.
 Every backend is checked against oxmoe.reference in each cell before it is timed. A row also has the shortest and the
 longest time, the commit, the driver and the GPU's clocks.
 """
@@ -24,11 +25,13 @@ from oxmoe.tools.bench import (
     against,
     allreduce,
     allreduce_peers,
+    chart,
     distance,
     floors,
     layers,
     machine,
     masked,
+    model,
     overhead,
     report,
 )
@@ -36,23 +39,24 @@ from oxmoe.tools.bench.backend import Backend, Oxmoe
 from oxmoe.tools.bench.layers import FORMATS
 from oxmoe.tools.bench.peers import PEERS
 from oxmoe.tools.bench.timing import Protocol, times_us
-from oxmoe.tools.command import MOST_TOKENS, UsageError, a_name, known, listed, real, require_writable, whole
+from oxmoe.tools.command import MOST_TOKENS, Listed, UsageError, a_name, known, listed, real, require_writable, whole
 
 GPU_SHAPES = ("qwen3-30b-a3b", "mixtral-8x7b-tp2", "gpt-oss-20b")
 GPU_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 CPU_SHAPES, CPU_TOKENS = ("granite-1b-a400m",), (1, 64)
 
 
-# Flags of the protocol, which a CPU run has no use for: no graphs, and about a second by the wall clock.
+# Flags of the protocol. A CPU run has no use for them: it has no graphs, and takes about a second by the wall clock.
 PROTOCOL: dict[str, Any] = {"layers": 3, "rounds": 3, "replays": 7, "sustain": 0.0}
 
-# What each kind of run reads. A flag that it does not read is refused.
+# Kind of run -> the flags that it reads. Any other flag is refused.
 RUNS: dict[str, tuple[str, ...]] = {
     "table": ("run",),
     "allreduce": ("tokens", "peers", "json", "run"),
     "overhead": ("device", "json", "run"),
     "distance": ("shapes", "format", "tokens", "device"),
     "against": ("shapes", "format", "tokens", "device", "json", "run", "rounds", "replays"),
+    "model": ("tp", "ep", "tokens", "peers", "device", "json", "run", "plot", "step_ms", *PROTOCOL),
     "layout masked": ("layout", "shapes", "format", "tokens", "fill", "peers", "device", "json", "run", *PROTOCOL),
     "layout routed": (
         *("layout", "shapes", "format", "tokens", "pattern", "peers", "device", "json", "run", "plot"),
@@ -66,7 +70,7 @@ _counts = listed(whole(1, MOST_TOKENS))
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shapes", type=_names, help=f"comma-separated, of: {', '.join(layers.SHAPES)}")
-    parser.add_argument("--tokens", type=_counts, help="comma-separated token counts")
+    parser.add_argument("--tokens", type=_counts, nargs="+", action=Listed, help="comma-separated token counts")
     parser.add_argument(
         "--pattern",
         type=_names,
@@ -104,8 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         nargs="+",
         metavar="FILE",
-        help="time the cells of these result files that were measured on this kind of card, all or those of --shapes, "
-        f"--format and --tokens; name each that is more than {against.LOSS:.0%} slower than it was, and fail if one is",
+        help="time the cells of these result files that were measured on this kind of card, all or those of "
+        f"--shapes, --format and --tokens; name each that is more than {against.LOSS:.0%}% slower than it was, and "
+        "fail if one is",
     )
     parser.add_argument(
         "--distance", action="store_true", help="print how far results are from fp32 arithmetic, and time nothing"
@@ -117,6 +122,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GPUS",
         help="time allreduce_fusion between so many GPUs, and nothing else; peers: " + ", ".join(allreduce_peers.PEERS),
     )
+    parser.add_argument(
+        "--model",
+        metavar="CONFIG",
+        help="time the MoE layers of a model, a config.json or a folder with one as `python -m oxmoe check` reads it, "
+        "as one rank runs them, against SGLang's layers for the format; end with what a decode step gains",
+    )
+    ranks = whole(1, 1024)
+    parser.add_argument("--tp", "--tp-size", type=ranks, help="with --model: SGLang's --tp-size (default: 1)")
+    parser.add_argument("--ep", "--ep-size", type=ranks, help="with --model: SGLang's --ep-size (default: 1)")
+    parser.add_argument(
+        "--step-ms",
+        type=real(1e-3, 1e6),
+        metavar="MS",
+        help="with --model and one number of --tokens: the time of such a step, of which the gain is a share",
+    )
     parser.add_argument("--json", metavar="FILE", help="append one JSON object a line for each measurement")
     parser.add_argument(
         "--run",
@@ -124,11 +144,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="with --json: write NAME into the field run of each row; with --table: print only the rows of this run",
     )
-    parser.add_argument("--plot", metavar="FILE", help="time over tokens for each shape (needs matplotlib)")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="time over tokens for each shape (needs matplotlib; with --model FILE.svg, which needs nothing)",
+    )
 
 
 def _kind(args: argparse.Namespace) -> str:
-    """Which of RUNS is asked for; UsageError where several are, or where a flag is given that it does not read."""
+    """Returns which of RUNS the arguments ask for. Raises UsageError for several, or for a flag that the run does not
+    read."""
     given = [
         flag for flag, value in vars(args).items() if flag != "command" and value is not None and value is not False
     ]
@@ -136,7 +161,7 @@ def _kind(args: argparse.Namespace) -> str:
     if len(kinds) > 1:
         raise UsageError(f"--{kinds[0]} and --{kinds[1]} are runs of their own: give one of them")
     kind = kinds[0] if kinds else f"layout {args.layout or 'routed'}"
-    unread = [f"--{flag}" for flag in given if flag != kind and flag not in RUNS[kind]]
+    unread = [f"--{flag.replace('_', '-')}" for flag in given if flag != kind and flag not in RUNS[kind]]
     if unread:
         raise UsageError(f"--{kind} does not read {', '.join(unread)}")
     if args.run and kind != "table" and not args.json:
@@ -145,7 +170,7 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _environment(args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """The fields that all rows of this run have in common, the name of the run first."""
+    """Returns the fields that all rows of this run have in common, the name of the run first."""
     named = {} if args.run is None else {"run": args.run}
     return {**named, **machine.environment(device)}
 
@@ -156,7 +181,7 @@ def _protocol(args: argparse.Namespace, device: str) -> Protocol:
         return Protocol(*(PROTOCOL | given).values())
     if given:
         raise UsageError(f"a run on the CPU does not read {', '.join(f'--{flag}' for flag in given)}")
-    # A CPU has no graph to replay: one layer, timed by the wall clock for about a second.
+    # A CPU has no graph to replay: one layer is timed by the wall clock for about a second.
     return Protocol(1, 1, 0, 0.0)
 
 
@@ -172,13 +197,13 @@ def _peers(args: argparse.Namespace, choices: Any) -> list[str]:
 
 
 def _progress(text: str) -> None:
-    """The line under the table, overwritten; nothing where output is not a terminal."""
+    """Writes the line under the table over the last one; nothing if output is not a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _start(name: str, shape: layers.Shape, weights: list[layers.Weights], tokens: list[int]) -> Backend | str:
-    """The peer with these weights, or why it does not start."""
+    """Returns the peer with these weights, or why it does not start."""
     try:
         peer = PEERS[name](shape, weights)
         peer.prepare(tokens)
@@ -188,15 +213,28 @@ def _start(name: str, shape: layers.Shape, weights: list[layers.Weights], tokens
 
 
 class _Bench:
-    """One run: what is the same for all of its cells."""
+    """One run: it holds what is the same for all of its cells."""
 
     def __init__(self, device: str, protocol: Protocol, output: report.Report):
         self.device, self.protocol, self.output = device, protocol, output
         self.right = True
 
     def shape(self, name: str, format_name: str, patterns: list[str], tokens: list[int], peers: list[str]) -> None:
-        """All cells of one shape."""
-        shape, (dtype, weight_bits), count = layers.SHAPES[name], FORMATS[format_name], self.protocol.layers
+        """Measures all cells of one shape."""
+        self.layer(name, layers.SHAPES[name], format_name, patterns, tokens, peers)
+
+    def layer(
+        self,
+        name: str,
+        shape: layers.Shape,
+        format_name: str,
+        patterns: list[str],
+        tokens: list[int],
+        peers: list[str],
+        router: dict[str, Any] | None = None,
+    ) -> None:
+        """Measures all cells of a layer that goes by this name in the table. router: see `layers.make_inputs`."""
+        (dtype, weight_bits), count = FORMATS[format_name], self.protocol.layers
         _progress(f"{name} {format_name}: making weights")
         weights = layers.weights_of(format_name, shape, self.device, count)
         backends: list[Backend] = [Oxmoe(shape, weights)]
@@ -212,10 +250,11 @@ class _Bench:
                 backends.append(started)
         for pattern in patterns:
             for number in tokens:
-                inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern)
+                inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern, router)
                 least = layers.floors_of(shape, inputs, self.device, format_name, weight_bits)
                 cell = report.Cell("moe", name, format_name, pattern, number, least and least.ideal)
                 cell.own_floor_us = least and least.own
+                cell.layer = shape
                 cell.ceilings = floors.described(floors.ceilings(self.device))
                 self._cell(cell, backends, weights, inputs)
 
@@ -224,7 +263,7 @@ class _Bench:
     ) -> None:
         where = f"{cell.shape} {cell.format} {cell.pattern} M={cell.tokens}"
         calls: dict[str, Sequence[Callable[[], Tensor]]] = {}
-        # One layer; with few tokens all, since a single row's share of moved elements is luck.
+        # One layer is checked. With few tokens all layers are, since a single row's share of moved elements is luck.
         checked = 1 if cell.tokens >= 8 else len(inputs)
         shape, pairs = backends[0].shape, list(zip(weights[:checked], inputs, strict=False))
         truths = {
@@ -345,7 +384,7 @@ def _against(args: argparse.Namespace, device: str) -> int:
     base = _protocol(argparse.Namespace(**{**vars(args), "layers": None, "sustain": None}), device)
 
     def measure(keys: Sequence[against.Key]) -> list[report.Cell]:
-        """These cells, each with the layers and the sustained seconds that it was recorded with."""
+        """Measures these cells, each with the layers and the sustained seconds that it was recorded with."""
         cells: list[report.Cell] = []
         for (name, format_name, pattern, count, sustain), tokens in against.grouped(keys).items():
             protocol = base if device == "cpu" else replace(base, layers=count, sustain_s=sustain)
@@ -358,8 +397,58 @@ def _against(args: argparse.Namespace, device: str) -> int:
     return against.compare(before, measure)
 
 
+def _model(args: argparse.Namespace, device: str) -> int:
+    protocol, tokens = _protocol(args, device), args.tokens
+    if args.step_ms is not None and (tokens is None or len(set(tokens)) != 1):
+        raise UsageError("--step-ms is the time of one step: give its number of requests as --tokens")
+    if args.plot and not args.plot.endswith(".svg"):
+        raise UsageError(f"--plot: with --model expected FILE.svg, got {args.plot}")
+    tokens = sorted(set(tokens or (model.GPU_TOKENS if device == "cuda" else model.CPU_TOKENS)))
+    asked = None if args.peers is None else _peers(args, PEERS)
+    loaded = model.load(args.model, args.tp or 1, args.ep or 1, device)
+    for kind in loaded.kinds:
+        model.require_memory(kind, protocol.layers, device)
+    require_writable("--plot", args.plot)
+    require_writable("--json", args.json)
+
+    of_kinds = [list(kind.peers(device)) if asked is None else asked for kind in loaded.kinds]
+    peers = list(dict.fromkeys(peer for of in of_kinds for peer in of))
+    reasons = {peer: PEERS[peer].missing(device) for peer in peers}
+    for line in model.described(loaded, device):
+        print(line)
+    of_model = {"model": loaded.architecture, "tp": loaded.tp, "ep": loaded.ep}
+    common = {**vars(protocol), **_environment(args, device), **of_model}
+    output = report.Report([peer for peer in peers if reasons[peer] is None], common, args.json)
+    floors.say(floors.ceilings(device))
+    for peer, reason in reasons.items():
+        if reason is not None:
+            output.skip(peer, reason)
+    bench, cells = _Bench(device, protocol, output), []
+    for kind, names in zip(loaded.kinds, of_kinds, strict=True):
+        output.environment = {**common, "model_layers": kind.count}
+        runs = [peer for peer in names if reasons[peer] is None]
+        calls = list(dict.fromkeys(kind.layer.share(number) for number in tokens))
+        done = len(output.cells)
+        bench.layer(kind.name, kind.shape, kind.format, ["uniform"], calls, runs, kind.router)
+        cells.append({cell.tokens: cell for cell in output.cells[done:]})
+        if device == "cuda":
+            torch.cuda.empty_cache()
+    for number in tokens:
+        if number <= model.DECODE:
+            print(model.gain(loaded, cells, number, args.step_ms))
+    panels = {
+        f"{kind.name}: {kind.count} layers of {kind.label}": model.lines_of(kind, of)
+        for kind, of in zip(loaded.kinds, cells, strict=True)
+        if of
+    }
+    if args.plot and panels:
+        with open(args.plot, "w", encoding="utf-8") as file:
+            file.write(chart.svg(panels))
+    return 0 if bench.right else 1
+
+
 def run(args: argparse.Namespace) -> int:
-    """Everything that can be wrong with the arguments is said before anything is measured."""
+    """Runs the bench. It reports everything that can be wrong with the arguments before it measures anything."""
     kind = _kind(args)
     if kind == "table":
         print(report.markdown(report.read_json(args.table, args.run)))
@@ -369,6 +458,8 @@ def run(args: argparse.Namespace) -> int:
     device = _device(args)
     if kind == "overhead":
         return _overhead(args, device)
+    if kind == "model":
+        return _model(args, device)
     if kind == "distance":
         formats = _formats(args, device)
         shapes = known("shape", args.shapes or list(GPU_SHAPES if device == "cuda" else CPU_SHAPES), layers.SHAPES)

@@ -1,4 +1,4 @@
-"""Cells that were measured before, measured again: which of them became slower on the same kind of card.
+"""Measures cells again that were measured before, and says which of them became slower on the same kind of card.
 
 A cell is a layer in one format, at one number of tokens, with one routing, timed with so many layers in a graph. Any
 file of `--json` has the rows. Of the rows of a cell the fastest counts, so that a loss in small steps is seen too.
@@ -19,7 +19,7 @@ from oxmoe.tools.bench.report import Cell
 from oxmoe.tools.bench.timing import fields
 from oxmoe.tools.command import UsageError
 
-LOSS = 0.05  # of the recorded time
+LOSS = 0.05  # share of the recorded time
 
 
 class Key(NamedTuple):
@@ -27,8 +27,8 @@ class Key(NamedTuple):
     format: str
     pattern: str
     tokens: int
-    layers: int  # in one graph
-    sustain_s: float  # of replays before each round
+    layers: int  # layers in one graph
+    sustain_s: float  # seconds of replays before each round
 
     def __str__(self) -> str:
         more = "" if self.pattern == "uniform" else f" {self.pattern}"
@@ -37,7 +37,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which cells of a file are measured. None: all."""
+    """Which cells of a file are measured. None stands for all."""
 
     shapes: Sequence[str] | None
     formats: Sequence[str] | None
@@ -49,7 +49,7 @@ class Wanted:
 
 
 def card(row: dict[str, Any]) -> str:
-    """The kind of GPU of a row, or of CPU where there was none."""
+    """Returns the kind of GPU of a row, or of CPU if there was no GPU."""
     return str(row.get("gpu") or row.get("cpu"))
 
 
@@ -59,7 +59,7 @@ def _key(row: dict[str, Any]) -> Key:
 
 
 def _unknown(row: dict[str, Any]) -> str | None:
-    """Why this build cannot measure the cell of a row."""
+    """Returns why this build cannot measure the cell of a row, or None if it can."""
     name = row["shape"]
     if name not in SHAPES:
         return f"there is no layer {name}"
@@ -75,7 +75,7 @@ def _unknown(row: dict[str, Any]) -> str | None:
 
 
 def recorded(rows: Sequence[dict[str, Any]], environment: dict[str, Any], wanted: Wanted) -> dict[Key, dict[str, Any]]:
-    """The fastest row of each cell of ours on this kind of card. UsageError where there is none."""
+    """Returns the fastest row of each of oxmoe's cells on this kind of card. Raises UsageError if there is none."""
     here, portable = card(environment), bool(environment.get("portable"))
     best: dict[Key, dict[str, Any]] = {}
     ours = [row for row in rows if row["op"] == "moe" and row["backend"] == Oxmoe.name]
@@ -98,7 +98,8 @@ def recorded(rows: Sequence[dict[str, Any]], environment: dict[str, Any], wanted
 
 
 def grouped(keys: Sequence[Key]) -> dict[tuple[str, str, str, int, float], list[int]]:
-    """(shape, format, pattern, layers, sustained seconds) to the numbers of tokens: what has its weights in common."""
+    """Groups cells that have their weights in common: (shape, format, pattern, layers, sustained seconds) -> numbers of
+    tokens."""
     groups: dict[tuple[str, str, str, int, float], list[int]] = {}
     for key in keys:
         groups.setdefault((key.shape, key.format, key.pattern, key.layers, key.sustain_s), []).append(key.tokens)
@@ -106,7 +107,7 @@ def grouped(keys: Sequence[Key]) -> dict[tuple[str, str, str, int, float], list[
 
 
 def _ours(keys: Sequence[Key], cells: Sequence[Cell]) -> dict[Key, float]:
-    """Our time of each cell; a cell whose result was wrong has none."""
+    """Returns oxmoe's time of each cell; a cell whose result was wrong has none."""
     order = [
         Key(shape, format_name, pattern, count, layers, sustain)
         for (shape, format_name, pattern, layers, sustain), tokens in grouped(keys).items()
@@ -122,7 +123,7 @@ def _ours(keys: Sequence[Key], cells: Sequence[Cell]) -> dict[Key, float]:
 
 
 def _spread(row: dict[str, Any]) -> str:
-    """A time with the shortest and the longest run, as far as they are known."""
+    """Returns a time with the shortest and the longest run, as far as they are known."""
     if "us_min" not in row:
         return f"{row['us']:.1f} us"
     return f"{row['us']:.1f} us ({row['us_min']:.1f} to {row['us_max']:.1f})"

@@ -1,4 +1,4 @@
-"""Times allreduce_fusion between the GPUs of this host, one process each, beside other all-reduces and a norm."""
+"""Times allreduce_fusion between the GPUs of this host, one process for each, beside other all-reduces and a norm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from oxmoe.tools.bench.machine import clocks
 from oxmoe.tools.bench.timing import Times, fields
 from oxmoe.tools.command import UsageError
 
-# (tokens, hidden): decode and prefill of GPT-OSS and DeepSeek.
+# (tokens, hidden) of decode and prefill of GPT-OSS and DeepSeek.
 SHAPES = (
     (1, 2880),
     (1, 7168),
@@ -32,14 +32,14 @@ SHAPES = (
     (4096, 2880),
     (2048, 7168),
 )
-CALLS = 20  # in one graph
-REPLAYS = 9  # of which the median counts
-SLEEP_CYCLES = 200_000  # long enough for the host to queue what follows
+CALLS = 20  # calls in one graph
+REPLAYS = 9  # replays, of which the median counts
+SLEEP_CYCLES = 200_000  # long enough for the host to queue the launches that follow
 LINK = 366e9  # bytes a second and direction that stores reach between two H200s
 
 
 class Clock:
-    """Times of a call in a CUDA graph, ranks in step."""
+    """Times a call in a CUDA graph, with all ranks in step."""
 
     def __init__(self, group: Any, space: Any) -> None:
         self.group, self.space = group, space
@@ -47,7 +47,7 @@ class Clock:
         self.here = torch.zeros_like(self.step)
 
     def us(self, call: Call, capturing: AbstractContextManager[Any] | None = None) -> Times:
-        """Those of the rank whose median is the longest. The clocks are this rank's GPU's."""
+        """Returns the times of the rank whose median is the longest. The clocks are this rank's GPU's."""
         call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -61,7 +61,7 @@ class Clock:
             dist.barrier(self.group)
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             torch.cuda._sleep(SLEEP_CYCLES)
-            # Ranks leave this together.
+            # All ranks leave this all-reduce together.
             oxmoe.allreduce_fusion(self.step, self.space, 0, output=self.here)
             begin.record()
             graph.replay()
@@ -75,7 +75,7 @@ class Clock:
 
 
 def slowest(ranks: Sequence[Sequence[float]], now: dict[str, float | None] | None) -> Times:
-    """Of every rank's times those with the longest median."""
+    """Returns the times of the rank with the longest median."""
     return max((Times(times, now) for times in ranks), key=float)
 
 
@@ -151,7 +151,7 @@ def _rank(
 def run(
     world: int, tokens: list[int] | None, peers: list[str], json_path: str | None, environment: dict[str, Any]
 ) -> int:
-    """Prints a table and appends JSON lines; tokens: only shapes with these. Of peers, those that start run too."""
+    """Prints a table and appends JSON lines. tokens: only shapes with these. Peers that do not start are left out."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world not in (2, 4, 8) or there < world:
         raise UsageError(f"--allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")

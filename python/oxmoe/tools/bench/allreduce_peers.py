@@ -1,4 +1,5 @@
-"""What `python -m oxmoe bench --allreduce` runs beside allreduce_fusion. None of it uses NVLink multicast."""
+"""The peers that `python -m oxmoe bench --allreduce` runs beside allreduce_fusion. None of them uses NVLink
+multicast."""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ from torch import Tensor
 from oxmoe.allreduce import takes
 
 Call = Callable[[], object]
-# (x, residual, residual_out, norm_out) after the sum over ranks.
+# A norm after the sum over ranks. It takes (x, residual, gamma, residual_out, norm_out).
 Norm = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
-# For the environment of every rank, before torch.distributed starts.
+# Settings in the environment of every rank, before torch.distributed starts.
 WITHOUT_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
@@ -27,7 +28,8 @@ def _torch_norm(total: Tensor, residual: Tensor, gamma: Tensor, residual_out: Te
 
 
 def _fused_norm() -> tuple[str, Norm]:
-    """A fused residual add and RMSNorm where a package has one; it works in place."""
+    """Returns the fused residual add and RMSNorm of a package that has one, or torch's. A package's norm works in
+    place."""
     for package in ("sgl_kernel", "flashinfer"):
         try:
             fused = import_module(package).fused_add_rmsnorm
@@ -44,12 +46,12 @@ def _fused_norm() -> tuple[str, Norm]:
 
 
 class Peer:
-    """An all-reduce of a process group, followed by a norm where it has none of its own."""
+    """An all-reduce of a process group. A norm follows it if it has none of its own."""
 
     name = ""
 
     def __init__(self, group: Any, cpu_group: Any, most: tuple[int, int]) -> None:
-        """most: tokens and hidden size of the largest workspace."""
+        """most: tokens and hidden size that the workspace must hold."""
         self.group = group
         self.norm_name, self.norm = _fused_norm()
 
@@ -58,11 +60,11 @@ class Peer:
         return f"{self.name} + {self.norm_name}"
 
     def capturing(self) -> AbstractContextManager[Any]:
-        """Around the capture of a graph."""
+        """Returns a context that the capture of a graph runs in."""
         return nullcontext()
 
     def close(self) -> None:
-        """While the process group is still there."""
+        """Releases the peer's memory, while the process group still exists."""
 
     def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
         reduce = self.reduction(x)
@@ -90,7 +92,7 @@ class Nccl(Peer):
 
 
 class _Symmetric(Peer):
-    """torch's symmetric memory; x is taken to be there already."""
+    """An all-reduce in torch's symmetric memory; the time assumes that x already lies there."""
 
     def reduction(self, x: Tensor) -> Callable[[], Tensor]:
         import torch.distributed._symmetric_memory as symmetric
@@ -143,7 +145,7 @@ class SGLang(Peer):
 
 
 class FlashInfer(Peer):
-    """Its fused kernel, one-shot or two-shot as it chooses, with fp32 sums."""
+    """flashinfer's fused kernel, one-shot or two-shot as flashinfer chooses, with fp32 sums."""
 
     name = "flashinfer"
     oneshot: bool | None = None
@@ -167,7 +169,7 @@ class FlashInfer(Peer):
     def prepare(self, x: Tensor, residual: Tensor, gamma: Tensor, residual_out: Tensor, norm_out: Tensor) -> Call:
         if self.oneshot is False and x.shape[0] <= self.space.world_size:
             raise RuntimeError("its two-shot kernel needs more tokens than ranks")
-        # Older versions lack some of these.
+        # Older versions lack some of these options.
         options = {"launch_with_pdl": True, "trigger_completion_at_end": True, "fp32_acc": True}
         options |= {} if self.oneshot is None else {"use_oneshot": self.oneshot}
         options = {name: value for name, value in options.items() if takes(self.comm.allreduce_fusion, name)}

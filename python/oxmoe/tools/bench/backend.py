@@ -1,4 +1,4 @@
-"""What the bench asks of a way to run the layer, and ours."""
+"""The interface of a backend, a way to run the layer, for the bench; and oxmoe's own backend."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Backend(ABC):
     """A way to run the layer, from router logits to the combined output."""
 
     name: ClassVar[str]
-    formats: ClassVar[tuple[str, ...]] = ("bf16", "f16")  # of weights
+    formats: ClassVar[tuple[str, ...]] = ("bf16", "f16")  # formats of weights
     most_error: ClassVar[float] = 2e-2  # relative norm that a peer's error stays below
-    excludes: ClassVar[str | None] = None  # what the others' times contain and this one's do not
-    rounds_activations = True  # as the format's reference does; else MXFP8's activations stay in bf16
-    detail: str | None = None  # what it chose for the latest calls, for the record
+    excludes: ClassVar[str | None] = None  # the work that the others' times contain and this one's do not
+    rounds_activations = True  # whether it rounds them as the reference does; False: MXFP8's stay in bf16
+    detail: str | None = None  # its choice for the latest calls, for the record
 
     def __init__(self, shape: Shape, weights: Sequence[Weights]):
         self.shape = shape
@@ -32,27 +32,28 @@ class Backend(ABC):
 
     @classmethod
     def missing(cls, device: str) -> str | None:
-        """Why it cannot run here, None if it can."""
+        """Returns why the backend cannot run here, or None if it can."""
         return None
 
     def same_layer(self) -> bool:
-        """Whether it computes what the reference does; else only the same bytes and flops."""
+        """Whether it computes what the reference does. If not, it has only the same bytes and flops."""
         return True
 
     def prepare(self, tokens: Sequence[int]) -> None:
-        """Before the first of these token counts is run: a peer that compiles at its first call can do so at once."""
+        """Runs before the first of these token counts: a peer that compiles at its first call can do so at once."""
         return
 
     @abstractmethod
     def layer(self, index: int, inputs: Inputs) -> Tensor:
-        """Layer number index on these inputs."""
+        """Runs layer number `index` on these inputs."""
 
     def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        """One call for each layer. On a GPU a call can be captured."""
+        """Returns one call for each layer. On a GPU a call can be captured."""
         return [functools.partial(self.layer, index, item) for index, item in enumerate(inputs)]
 
     def result(self, index: int, output: Tensor) -> Tensor:
-        """The layer's result of what call number index returned: itself where the layer is whole."""
+        """Returns the layer's result for what call number `index` returned: the output itself, if the call runs the
+        whole layer."""
         return output
 
 
@@ -94,7 +95,7 @@ class Oxmoe(Backend):
         return oxmoe.moe(inputs.x, self.experts[index], **inputs.routing(self.shape.top_k))
 
     def calls(self, inputs: Sequence[Inputs]) -> list[Callable[[], Tensor]]:
-        """With output and workspace given, as a server would: layers share the workspace."""
+        """Returns calls with `out` and `workspace` given, as a server would do it: layers share the workspace."""
         x, top_k = inputs[0].x, self.shape.top_k
         size = oxmoe.workspace_bytes(self.experts[0], x.shape[0], top_k)
         room = torch.empty(size + 256, dtype=torch.uint8, device=x.device)

@@ -1,7 +1,7 @@
 """DeepGEMM's grouped fp8 GEMMs alone, on rows in expert order: its contiguous layout in the routed layer's table, and
-what both of its layouts need.
+the functions that both of its layouts need.
 
-Everything around the GEMMs is given free: rows are sorted, padded and quantised, scales laid out as the GEMMs read
+Everything around the GEMMs is not timed. Rows are sorted, padded and quantised before, scales lie as the GEMMs read
 them, and GEMM2's input is made of GEMM1's output before the clock runs. The layer's result is put together afterwards,
 to be checked.
 """
@@ -20,8 +20,8 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.layers import Inputs, Shape, Weights, activated, choose
 
 GROUP = 128
-# Relative norm of an error. DeepGEMM's callers round GEMM1's sums to bf16 before they quantise, which moves numbers to
-# their neighbour in e4m3: of the few rows of small layers that is up to 2.8e-2.
+# The bar of the error's relative norm. DeepGEMM's callers round GEMM1's sums to bf16 before they quantise, which moves
+# numbers to their neighbour in e4m3. In small layers, which have few rows, that is up to 2.8e-2.
 MOST_ERROR = 4e-2
 
 
@@ -36,7 +36,7 @@ def missing(device: str) -> str | None:
 
 
 def gemm(*names: str) -> Callable[..., Any]:
-    """The function of deep_gemm that has one of these names, which differ between its releases."""
+    """Returns the function of deep_gemm that has one of these names, which differ between its releases."""
     import deep_gemm
 
     for name in names:
@@ -47,8 +47,8 @@ def gemm(*names: str) -> Callable[..., Any]:
 
 
 def column_major(scales: Tensor) -> Tensor:
-    """fp32 scales [..., rows, groups] in the order that DeepGEMM's Hopper kernels read, so that it moves none itself:
-    rows next to each other, padded to 16 bytes."""
+    """Lays out fp32 scales [..., rows, groups] as DeepGEMM's Hopper kernels read them, so that DeepGEMM moves none
+    itself: rows lie next to each other, padded to 16 bytes."""
     rows, groups = scales.shape[-2:]
     room = scales.new_empty((*scales.shape[:-2], groups, -(-rows // 4) * 4))
     laid_out = room.transpose(-2, -1)[..., :rows, :]
@@ -56,19 +56,19 @@ def column_major(scales: Tensor) -> Tensor:
 
 
 def quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 codes and scales for each 128 columns, as DeepGEMM takes them, of bf16 [..., rows, columns]."""
+    """Quantises bf16 [..., rows, columns] to e4m3 codes and a scale for each 128 columns, as DeepGEMM takes them."""
     codes, scales = quantize.per_token_group_quant_fp8(rows.flatten(0, -2), GROUP)
     return codes.view(rows.shape), column_major(scales.view(*rows.shape[:-1], -1))
 
 
 def place_rows(ids: Tensor, experts: int, alignment: int) -> tuple[Tensor, int]:
-    """(place of each slot in order of tokens, rows in all) where the rows of each expert begin at a multiple of
+    """Returns (place of each slot in order of tokens, rows in all), if the rows of each expert begin at a multiple of
     alignment."""
     flat = ids.flatten().long()
     counts = torch.bincount(flat, minlength=experts)
     padded = (counts + alignment - 1) // alignment * alignment
     order = flat.argsort(stable=True)
-    # A row's distance from the first of its expert.
+    # The distance of a row from the first row of its expert.
     inside = torch.arange(len(flat), device=ids.device) - (counts.cumsum(0) - counts)[flat[order]]
     place = torch.empty_like(order)
     place[order] = (padded.cumsum(0) - padded)[flat[order]] + inside
@@ -76,7 +76,7 @@ def place_rows(ids: Tensor, experts: int, alignment: int) -> tuple[Tensor, int]:
 
 
 class DeepGemm(Backend):
-    """m_grouped_fp8_gemm_nt_contiguous twice."""
+    """Two calls of m_grouped_fp8_gemm_nt_contiguous."""
 
     name = "deep-gemm"
     formats = ("fp8_block",)
@@ -97,7 +97,8 @@ class DeepGemm(Backend):
         return self.prepared(index, inputs)[0]()
 
     def prepared(self, index: int, inputs: Inputs) -> tuple[Callable[[], Tensor], tuple[Tensor, Tensor]]:
-        """(the two GEMMs, (place of each slot, its weight [T, k])). Rows that are nobody's are 0 and have expert -1."""
+        """Returns (the two GEMMs, (place of each slot, its weight [T, k])). Rows without a slot are 0 and have expert
+        -1."""
         weights, x = self.weights[index], inputs.x
         topk_weights, ids = choose(inputs, self.shape.top_k)
         place, rows = place_rows(ids, self.shape.experts, self.alignment)

@@ -1,4 +1,4 @@
-"""How far a layer's results are from fp32 arithmetic on the same weights and inputs."""
+"""Measures how far a layer's results are from fp32 arithmetic on the same weights and inputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from oxmoe.testing import cosine, relative_norm
 from oxmoe.tools.bench import layers
 from oxmoe.tools.bench.backend import Oxmoe
 
-# What the inputs' columns are multiplied by: models' activations have a few that are much larger than the rest.
+# Name -> (every so many columns, their factor). Models' activations have a few columns that are much larger than the
+# rest.
 INPUTS = {"noise": (0, 1.0), "1 % of columns x 20": (100, 20.0)}
 
 
 class _Wide:
-    """Experts whose numbers are fp32 when they are asked for."""
+    """Experts whose numbers an index converts to fp32."""
 
     def __init__(self, weights: Any) -> None:
         self.weights = weights
@@ -35,7 +36,7 @@ class _Wide:
 
 
 def measure(name: str, format_name: str, tokens: int, inputs_name: str, device: str) -> tuple[float, float]:
-    """(relative norm of the error, cosine) of one layer with fresh weights and inputs."""
+    """Returns (relative norm of the error, cosine) of one layer with fresh weights and inputs."""
     shape, (dtype, _) = layers.SHAPES[name], layers.FORMATS[format_name]
     weights = layers.weights_of(format_name, shape, device, 1)
     inputs = layers.make_inputs(shape, tokens, dtype, device, 1)

@@ -18,8 +18,8 @@ Tactic = tuple[int, tuple[tuple[int, int], int], tuple[tuple[int, int], tuple[in
 
 
 def tactics(tokens_an_expert: float) -> list[Tactic]:
-    """A handful of the combinations that flashinfer's autotuner tries: the ones that win at this load. Each is
-    compiled at first use."""
+    """Returns the few tactics that win at this load, of all that flashinfer's autotuner tries. Each is compiled at
+    first use."""
     small: list[Tactic] = [
         (64, ((64, 64), 1), ((64, 64), (1, 1), False)),
         (64, ((64, 128), 1), ((64, 128), (1, 1), False)),
@@ -37,7 +37,7 @@ def tactics(tokens_an_expert: float) -> list[Tactic]:
 
 
 class Sorted(NamedTuple):
-    """What flashinfer's moe_sort returns."""
+    """The tables that flashinfer's moe_sort returns."""
 
     tile_experts: Tensor
     tile_limits: Tensor
@@ -48,7 +48,7 @@ class Sorted(NamedTuple):
 
 
 def sort_tokens(ids: Tensor, experts: int, tile: int) -> Sorted:
-    """Slots by expert, each expert's part padded to whole tiles."""
+    """Sorts slots by expert, and pads each expert's part to whole tiles."""
     tokens, top_k = ids.shape
     flat = ids.flatten().long()
     counts = torch.bincount(flat, minlength=experts)
@@ -74,8 +74,9 @@ def sort_tokens(ids: Tensor, experts: int, tile: int) -> Sorted:
 
 
 class FlashinferCuteDsl(Backend):
-    """flashinfer's cute_dsl_fused_moe_bf16, the best of several tactics, GEMMs, activation and combine alone: top-k and
-    token sort are made before the clock starts, because flashinfer compiles its sort with nvcc at first use.
+    """flashinfer's cute_dsl_fused_moe_bf16 with the best of several tactics. The time is that of GEMMs, activation and
+    combine alone. Top-k and token sort are made before the clock starts, because flashinfer compiles its sort with nvcc
+    at first use.
 
     NOTE: it has no biases and adds to its output in bf16 with atomics.
     """
@@ -116,7 +117,7 @@ class FlashinferCuteDsl(Backend):
         module.moe_output_memset_inplace = Tensor.zero_
 
     def same_layer(self) -> bool:
-        return not self.shape.gpt_oss and self.shape.limit is None
+        return not self.shape.gpt_oss and self.shape.limit is None and not self.shape.situ
 
     def _moe_sort(self, token_selected_experts: Tensor, *, tile_tokens_dim: int, **_: Any) -> Sorted:
         key = (token_selected_experts.data_ptr(), tile_tokens_dim)

@@ -20,7 +20,7 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.deep_gemm import GROUP, MOST_ERROR
 from oxmoe.tools.bench.layers import Inputs, Shape, Weights, choose
 
-ALIGNMENT = 128  # of hidden and intermediate size
+ALIGNMENT = 128  # hidden and intermediate sizes are padded to multiples of it
 
 
 def aligned(size: int) -> int:
@@ -28,21 +28,21 @@ def aligned(size: int) -> int:
 
 
 def padded(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    """[E, R, C] with zeros up to rows and columns."""
+    """Pads [E, R, C] with zeros up to rows and columns."""
     return pad(tensor, (0, columns - tensor.shape[2], 0, rows - tensor.shape[1]))
 
 
 def up_gate(tensor: Tensor, rows: int, columns: int, *, interleaved: bool) -> Tensor:
-    """w13's `[E, 2I, C]` as [up; gate], each half padded to `rows` rows."""
+    """Returns w13's `[E, 2I, C]` as [up; gate], each half padded to `rows` rows."""
     gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if interleaved else tensor.chunk(2, dim=1)
     return torch.cat((padded(up, rows, columns), padded(gate, rows, columns)), dim=1)
 
 
 class CutlassFusedMoe(Backend):
-    """cutlass_fused_moe. Top-k is made and inputs are padded to 128 columns before the clock starts."""
+    """flashinfer's cutlass_fused_moe. Top-k is made and inputs are padded to 128 columns before the clock starts."""
 
     excludes = "routing"
-    flags: ClassVar[dict[str, bool]]  # of cutlass_fused_moe: which weights it has
+    flags: ClassVar[dict[str, bool]]  # flags of cutlass_fused_moe that say which weights it has
     tuned: ClassVar[bool]  # whether flashinfer's autotuner has a choice
     VERSION: ClassVar[str] = "0.6.11.post1"
 
@@ -76,7 +76,10 @@ class CutlassFusedMoe(Backend):
 
     @abstractmethod
     def _operands(self, item: Weights) -> dict[str, Any]:
-        """Weights, scales and biases as cutlass_fused_moe takes them: w13 as [up; gate]."""
+        """Returns weights, scales and biases as cutlass_fused_moe takes them: w13 as [up; gate]."""
+
+    def same_layer(self) -> bool:
+        return not self.shape.situ
 
     def _swiglu(self, device: torch.device) -> dict[str, Tensor]:
         if "limit" not in self.shape.options:
@@ -152,9 +155,9 @@ class FlashinferCutlass(CutlassFusedMoe):
 
 
 class FlashinferFp8(CutlassFusedMoe):
-    """e4m3 weights with block scales (use_deepseek_fp8_block_scale=True), top-k made before the clock starts as for
-    MXFP4. It sorts and quantises bf16 rows itself; the GEMMs are DeepGEMM's, compiled with nvcc at the first call with
-    a shape where flashinfer finds none compiled, and have nothing to tune.
+    """e4m3 weights with block scales (use_deepseek_fp8_block_scale=True). Top-k is made before the clock starts, as for
+    MXFP4. The call sorts and quantises bf16 rows itself. Its GEMMs are DeepGEMM's, compiled with nvcc at the first call
+    with a shape if flashinfer finds none compiled. They have nothing to tune.
     """
 
     name = "flashinfer-fp8"

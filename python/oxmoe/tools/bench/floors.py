@@ -1,4 +1,4 @@
-"""The least time that a layer can take on a GPU: with any algorithm ("ideal"), and with ours ("own").
+"""Computes the least time that a layer can take on a GPU: with any algorithm ("ideal"), and with oxmoe's ("own").
 
 The ideal floor moves the weights, x and the output once, or is as long as the multiplications. The own floor adds what
 our algorithm writes and reads again: rounded activations, the rows between the GEMMs, the rows that are combined.
@@ -18,21 +18,21 @@ import torch
 
 from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
-# Sizes of what is measured: a copy far beyond L2, and a square product.
+# Sizes of the measured calls: a copy far beyond L2, and a square product.
 COPY_BYTES = 1 << 30
 PRODUCT = 8192
-SUSTAINED_S = 0.5  # of the same call, before it is timed
+SUSTAINED_S = 0.5  # seconds of the same call before it is timed
 TIMED = 21
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a GPU reaches."""
+    """The rates that a GPU reaches."""
 
-    memory: float  # bytes a second of a copy, what it reads and what it writes
+    memory: float  # bytes a second of a copy, both read and written
     matrix: float  # flops a second of a product of bf16 numbers
-    e4m3_matrix: float  # the same of e4m3 numbers
-    measured: bool  # in this run; else they are those of a table
+    e4m3_matrix: float  # flops a second of a product of e4m3 numbers
+    measured: bool  # whether this run measured the rates; False: they are those of a table
 
 
 # GPUs whose ceilings are known, by a part of their name.
@@ -41,7 +41,7 @@ TABLE = {"H200": Ceilings(MEMORY_BYTES_PER_SECOND, MATRIX_FLOPS_PER_SECOND, FP8_
 
 @dataclass(frozen=True)
 class Floors:
-    """Microseconds of one layer."""
+    """Floors of one layer in microseconds."""
 
     ideal: float
     own: float
@@ -49,18 +49,18 @@ class Floors:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What our kernels on Hopper make of a format."""
+    """How oxmoe's kernels on Hopper run a format."""
 
-    x_bits: float = 16.0  # of a number of x, as GEMM1 reads it
-    hidden_bits: float = 16.0  # of a number between the GEMMs, as GEMM2 reads it
+    x_bits: float = 16.0  # bits of a number of x, as GEMM1 reads it
+    hidden_bits: float = 16.0  # bits of a number between the GEMMs, as GEMM2 reads it
     rounded: bool = False  # a step before GEMM1 reads bf16 rows and writes them as GEMM1 reads them
     hidden_rounded: bool = False  # GEMM1 writes bf16 rows, and a step before GEMM2 rounds them
-    e4m3: bool = False  # the products are those of e4m3 numbers
-    weight_bits: float | None = None  # of a packed weight, where it has more bits than the checkpoint's
+    e4m3: bool = False  # the products are of e4m3 numbers
+    weight_bits: float | None = None  # bits of a packed weight, if it has more bits than the checkpoint's
 
 
 _E4M3_ROWS = Algorithm(8.0, 8.0, rounded=True, hidden_rounded=True, e4m3=True)
-# Formats that are not here multiply the rows as they came, and the weights as the checkpoint has them.
+# Formats that are not here multiply rows as they come, and weights as the checkpoint has them.
 ALGORITHMS = {
     "mxfp4-a8": _E4M3_ROWS,
     "mxfp8": Algorithm(rounded=True),
@@ -75,7 +75,8 @@ ALGORITHMS = {
 
 @functools.cache
 def ceilings(device: str) -> Ceilings | None:
-    """Those of torch's current GPU, from the table or measured once (about two seconds); None on a CPU."""
+    """Returns the ceilings of torch's current GPU, from the table or measured once (about two seconds); None on a
+    CPU."""
     if device != "cuda":
         return None
     name = torch.cuda.get_device_name()
@@ -83,7 +84,8 @@ def ceilings(device: str) -> Ceilings | None:
 
 
 def sustained_s(call: Callable[[], object]) -> float:
-    """The median seconds of a call, after SUSTAINED_S of the same call back to back: at the clock that power allows."""
+    """Returns the median seconds of a call after SUSTAINED_S of the same call back to back, at the clock that power
+    allows."""
     end = time.perf_counter() + SUSTAINED_S
     while time.perf_counter() < end:
         for _ in range(8):
@@ -99,8 +101,8 @@ def sustained_s(call: Callable[[], object]) -> float:
 
 
 def measured() -> Ceilings:
-    """The ceilings of torch's current GPU: a copy, and products of random numbers in bf16 and, where there are such
-    instructions, in e4m3."""
+    """Measures the ceilings of torch's current GPU: a copy, and products of random numbers in bf16 and, if the GPU has
+    such instructions, in e4m3."""
     source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     memory = 2 * COPY_BYTES / sustained_s(lambda: target.copy_(source))
     a, b = (torch.randn((PRODUCT, PRODUCT), device="cuda").bfloat16() for _ in range(2))
@@ -119,7 +121,7 @@ def measured() -> Ceilings:
 
 
 def described(known: Ceilings | None) -> dict[str, Any] | None:
-    """For a row of a result file."""
+    """Returns the ceilings as a row of a result file has them."""
     return None if known is None else asdict(known)
 
 
@@ -141,16 +143,17 @@ class Call:
     hidden: int
     intermediate: int
     active: float  # experts that have slots
-    combined: bool = True  # the rows of a token's experts are added; else they are the output
-    bf16_x: bool = True  # x comes in 16 bits; else as GEMM1 reads it
+    combined: bool = True  # the rows of a token's experts are added; False: they are the output
+    bf16_x: bool = True  # x comes in 16 bits; False: it comes as GEMM1 reads it
 
 
 def floors(call: Call, format_name: str, weight_bits: float, known: Ceilings) -> Floors:
-    """The two floors of a call. The own floor is the sum of our steps, each as long as its bytes or its flops are.
-    Where both GEMMs share a launch, one may multiply while the other reads, and a layer may be below that sum."""
+    """Returns the two floors of a call. The own floor is the sum of oxmoe's steps, each as long as its bytes or its
+    flops are. If both GEMMs share a launch, one may multiply while the other reads, and a layer may be below that
+    sum."""
     form = ALGORITHMS.get(format_name, Algorithm())
     rate = known.e4m3_matrix if form.e4m3 else known.matrix
-    weights = call.hidden * call.intermediate  # of w2; w13 has twice as many
+    weights = call.hidden * call.intermediate  # numbers of w2; w13 has twice as many
     x, row, between = (call.tokens * call.hidden, call.slots * call.hidden, call.slots * call.intermediate)
     x_bits = 16.0 if call.bf16_x else form.x_bits
 
@@ -176,5 +179,5 @@ def floors(call: Call, format_name: str, weight_bits: float, known: Ceilings) ->
 
 
 def mean(each: Sequence[Floors]) -> Floors:
-    """Those of several layers, timed one after the other."""
+    """Returns the mean floors of several layers, timed one after the other."""
     return Floors(*(sum(values) / len(each) for values in zip(*((item.ideal, item.own) for item in each), strict=True)))

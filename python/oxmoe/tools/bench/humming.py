@@ -4,8 +4,8 @@ Routing is ours (`oxmoe.topk`, `oxmoe.sort_by_expert`) with one Triton kernel th
 blocks: three launches, as SGLang's top-k and alignment are. Then come GEMM1, Humming's own process_input as the
 activation (and quantiser), GEMM2 and a weighted sum. Tunings are Humming's own choice for the number of rows.
 
-Of each cell two or three variants are tried and the fastest counts: "indexed" with SGLang's padding of the weights to
-256 x 128 or, where that pads, with less; and from 1024 tokens on "contiguous", whose rows are scattered before GEMM1.
+For each cell two or three variants are tried and the fastest counts. "indexed" has SGLang's padding of the weights to
+256 x 128, or less if that pads. From 1024 tokens on there is also "contiguous", whose rows are scattered before GEMM1.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.layers import Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
 
 VERSION = "0.1.19"
-PADS = (256, 128)  # of rows and columns of a matrix: SGLang's
+PADS = (256, 128)  # SGLang's: rows and columns of a matrix are padded to multiples of them
 GEMMS = {"indexed": "indexed", "contiguous": "grouped_contiguous", "masked": "grouped_masked"}
-MANY = 1024  # tokens from which contiguous rows are tried
-# Relative norm of an error where activations are e4m3, which Humming rounds at another place than the reference.
+MANY = 1024  # from this number of tokens on contiguous rows are tried
+# The bar of the error's relative norm if activations are e4m3, which Humming rounds at another place than the
+# reference.
 E4M3_ERROR = 5e-2
 
 
@@ -51,7 +52,8 @@ def missing(device: str) -> str | None:
 
 
 def prepare_environment() -> None:
-    """Before humming is imported: no builds in the background, and NVRTC's libraries for the compilers it starts."""
+    """Sets the environment before humming is imported: no builds in the background, and NVRTC's libraries for its
+    compilers."""
     os.environ["HUMMING_DISABLE_PARALLEL_BUILD"] = "1"
     toolkit = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda", "lib64")
     folders = [toolkit, Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "lib"]
@@ -61,7 +63,7 @@ def prepare_environment() -> None:
 
 
 def packed_zeros(zeros: Tensor) -> Tensor:
-    """int32 [E, R / 8, G] of zero points uint8 [E, R, G], eight rows a word, the first in the low bits."""
+    """Packs zero points uint8 [E, R, G] to int32 [E, R / 8, G]: eight rows a word, the first in the low bits."""
     eights = zeros.unflatten(1, (-1, 8)).to(torch.int64)
     shifts = torch.arange(0, 32, 4, device=zeros.device)[None, None, :, None]
     words = (eights << shifts).sum(2)
@@ -69,7 +71,7 @@ def packed_zeros(zeros: Tensor) -> Tensor:
 
 
 def schema_config(weights: Any) -> dict[str, Any]:
-    """The checkpoint's quantization config, of which Humming makes its schema."""
+    """Returns the checkpoint's quantization config, of which Humming makes its schema."""
     if isinstance(weights, Mxfp4):
         return {"quant_method": "mxfp4"}
     if isinstance(weights, (Nvfp4, Mxfp8)):
@@ -87,7 +89,7 @@ def schema_config(weights: Any) -> dict[str, Any]:
 
 
 def checkpoint_tensors(weights: Any, bias: Tensor | None) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of that schema."""
+    """Returns the tensors of a checkpoint of that schema."""
     tensors = {"weight": weights.codes, "weight_scale": weights.scales}
     if isinstance(weights, Nvfp4):
         tensors["weight_scale_2"] = torch.full((len(weights.codes),), weights.factor, device=weights.codes.device)
@@ -99,7 +101,11 @@ def checkpoint_tensors(weights: Any, bias: Tensor | None) -> dict[str, Tensor]:
 
 
 def activation(shape: Shape) -> dict[str, str]:
-    """Options of process_input; a is the gate, b is up."""
+    """Returns options of process_input; a is the gate, b is up."""
+    if shape.situ:
+        bounds = {"a": float(shape.options["situ_beta"]), "b": float(shape.options["situ_linear_beta"])}
+        gate, up = (f"{bound}f * tanhf({name} / {bound}f)" for name, bound in bounds.items())
+        return {"activation_type": "binary_split", "activation_impl": f"{gate} / (1.0f + __expf(-a)) * ({up})"}
     limit, alpha, beta = (shape.options.get(name) for name in ("limit", "alpha", "beta"))
     gate, up = "a", "b"
     if limit is not None:
@@ -111,7 +117,8 @@ def activation(shape: Shape) -> dict[str, str]:
 
 
 def make_module(shape: Shape, weights: Weights, pads: tuple[int, int], rounded: bool) -> Any:
-    """A layer as SGLang's prepare_humming_moe_layer makes it of a checkpoint's tensors. rounded: e4m3 activations."""
+    """Makes a layer of a checkpoint's tensors as SGLang's prepare_humming_moe_layer does. rounded: activations are
+    e4m3."""
     prepare_environment()
     from humming.layer import HummingMethod
     from humming.schema import BaseWeightSchema, HummingInputSchema
@@ -152,7 +159,7 @@ def compute_config(gemm: str) -> str:
 
 
 def tuning_config(meta: Any, gemm: str, rows: int) -> dict[str, Any]:
-    """Humming's own choice for so many rows of all experts."""
+    """Returns Humming's own choice for this number of rows of all experts."""
     from humming.config import GemmType
     from humming.tune import get_heuristics_config
 
@@ -190,7 +197,7 @@ class Variant:
 
 
 def variants(shape: Shape, tokens: int) -> list[Variant]:
-    """What is tried."""
+    """Returns the variants that are tried."""
     tried = [Variant("indexed", PADS)]
     padded = any(rows % PADS[0] or columns % PADS[1] for rows, columns in _matrices(shape))
     if padded and not any(rows % 128 or columns % 64 for rows, columns in _matrices(shape)):
@@ -230,7 +237,7 @@ class _Routed:
         self.outs = [torch.empty_like(item.x) for item in inputs]
 
     def route(self, index: int) -> tuple[Tensor, Tensor | None, dict[str, dict[str, Any]]]:
-        """(weights of the slots, rows of the slots, what each GEMM is told of the experts)."""
+        """Returns (weights of the slots, rows of the slots, each GEMM's options that describe the experts' rows)."""
         shape, item = self.shape, self.inputs[index]
         if item.chosen is None:
             weights, ids = oxmoe.topk(item.router_logits, shape.top_k, **item.router)
@@ -330,6 +337,6 @@ class Humming(Backend):
         if not made:
             raise RuntimeError(f"no variant runs: {failure}")
         best = min(times, key=lambda variant: times[variant])
-        # int4 with a code of -8 stays in unsigned numbers; without one Humming packs a sign and a magnitude.
+        # int4 weights with a code of -8 stay unsigned numbers; without one Humming packs a sign and a magnitude.
         self.detail = f"{best}, as {self.modules[best.pads][0].humming_metas['w13'].b_dtype}"
         return made[best]

@@ -27,7 +27,8 @@ def _align(
     BLOCK2: tl.constexpr,
     EXPERTS2: tl.constexpr,
 ) -> None:
-    """One program for each possible block of rows of one expert. Places behind an expert's last slot get `slots`."""
+    """Runs one program for each possible block of rows of one expert. Places behind an expert's last slot get
+    `slots`."""
     block = tl.program_id(0)
     expert = tl.arange(0, EXPERTS2)
     real = expert < experts
@@ -55,7 +56,7 @@ def _sum(
     rows, weights, places, out, TOP_K: tl.constexpr, SIZE: tl.constexpr, PLACED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program for some columns of a token. PLACED: slot s lies in row places[s], else in row s."""
+    """Runs one program for some columns of a token. Slot s lies in row places[s] if PLACED, otherwise in row s."""
     token = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -70,7 +71,8 @@ def _sum(
 
 
 def aligned(slot_of_place: Tensor, offsets: Tensor, experts: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(sorted_ids, expert_ids, num_tokens_padded), as moe_align_block_size gives them out, of slots in expert order."""
+    """Returns (sorted_ids, expert_ids, num_tokens_padded) of slots in expert order, as moe_align_block_size returns
+    them."""
     slots = slot_of_place.numel()
     blocks = min(slots, (slots + experts * (block - 1)) // block)
     new = functools.partial(torch.empty, dtype=torch.int32, device=slot_of_place.device)
@@ -81,7 +83,7 @@ def aligned(slot_of_place: Tensor, offsets: Tensor, experts: int, block: int) ->
 
 
 def weighted_sum(rows: Tensor, weights: Tensor, places: Tensor | None, out: Tensor) -> Tensor:
-    """The rows of each token's slots times the slots' weights [T, k], added in fp32."""
+    """Multiplies the rows of each token's slots by the slots' weights [T, k], and adds them in fp32."""
     tokens, top_k = weights.shape
     size, block = rows.shape[-1], 1024
     grid = (triton.cdiv(size, block), tokens)

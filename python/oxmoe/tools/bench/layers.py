@@ -1,4 +1,4 @@
-"""What is timed: layer shapes of real models, their operands, routings, the roofline and the check."""
+"""The layers that are timed: shapes of real models, their operands, routings, the roofline and the check."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from oxmoe.testing import FP8_BAR, assert_close_ulp, relative_norm
 from oxmoe.tools.bench import floors
 from oxmoe.tools.shapes import GPT_OSS as GPT_OSS
 from oxmoe.tools.shapes import SHAPES as SHAPES
+from oxmoe.tools.shapes import ModelShape
 from oxmoe.tools.shapes import Shape as Shape
 
-# The dtype of activations, and the bits of a weight with its share of a scale.
+# Format -> (dtype of activations, bits of a weight with its share of a scale).
 FORMATS = {
     "bf16": (torch.bfloat16, 16.0),
     "f16": (torch.float16, 16.0),
@@ -35,13 +36,14 @@ FORMATS = {
     "fp8_tensor-static": (torch.bfloat16, 8.0),
 }
 
-# uniform: logits are noise. hot: half of the tokens have expert 0 as their first. one: ids given, every slot expert 0.
-# grouped: noise, and DeepSeek-V3's router: sigmoid, bias, half of the groups.
+# "uniform": logits are noise. "hot": half of the tokens have expert 0 as their first. "one": ids are given, and every
+# slot has expert 0. "grouped": logits are noise, and the router is DeepSeek-V3's: sigmoid, bias, half of the groups.
 PATTERNS = ("uniform", "hot", "one", "grouped")
 
 
 def activations(format_name: str) -> str | None:
-    """Of e4m3 experts with one scale a matrix: where the scales of their activations come from."""
+    """Returns where the scales of activations come from, for e4m3 experts with one scale a matrix; None for other
+    formats."""
     return format_name.partition("-")[2] or "tensor" if format_name.startswith("fp8_tensor") else None
 
 
@@ -107,14 +109,15 @@ class Weights:
     w2: Any  # [E, H, I]
     b13: Tensor | None = None  # [E, 2I]
     b2: Tensor | None = None  # [E, H]
-    activation_dtype: torch.dtype | None = None  # of Mxfp4: what activations are quantised to
-    # Of e4m3 experts with one scale a matrix: "tensor", "token", or the scales of x and of GEMM1's output.
+    activation_dtype: torch.dtype | None = None  # dtype that Mxfp4's activations are quantised to
+    # Scales of the activations of e4m3 experts with one scale a matrix: "tensor", "token", or the scales of x and of
+    # GEMM1's output.
     activation_scales: Any = None
-    # Of Nvfp4: what rows are multiplied by before they are rounded to NVFP4; None: they are not.
+    # Factor of Nvfp4's rows before they are rounded to NVFP4; None: rows are not rounded.
     activation_rounding: float | None = None
 
     def dense(self) -> Weights:
-        """The same numbers as plain tensors."""
+        """Returns the same numbers as plain tensors."""
         if not isinstance(self.w13, (Mxfp4, Nvfp4, Experts)):
             return self
         w13, w2 = (torch.stack([pack[expert] for expert in range(pack.shape[0])]) for pack in (self.w13, self.w2))
@@ -126,10 +129,10 @@ class Inputs:
     x: Tensor  # [T, H]
     router_logits: Tensor  # fp32 [T, E]
     chosen: tuple[Tensor, Tensor] | None = None  # weights fp32 and ids int32 [T, k], in place of the logits
-    router: dict[str, Any] = field(default_factory=dict)  # how experts are chosen from them, as options of topk
+    router: dict[str, Any] = field(default_factory=dict)  # how experts are chosen from the logits, as options of topk
 
     def routing(self, top_k: int) -> dict[str, Any]:
-        """What oxmoe.moe and the reference take."""
+        """Returns the routing as arguments of oxmoe.moe and of the reference."""
         if self.chosen is None:
             return {"router_logits": self.router_logits, "top_k": top_k, **self.router}
         return {"topk_weights": self.chosen[0], "topk_ids": self.chosen[1]}
@@ -149,9 +152,9 @@ def make_weights(
     own: str | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> list[Weights]:
-    """count layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4. fp8_tensor:
-    where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4". own: a format
-    of `oxmoe.formats`."""
+    """Makes `count` layers, scaled so that activations and outputs are of size one. MX scales differ by up to 4.
+    fp8_tensor: where the scales of activations come from ("tensor", "token", "static"). nvfp4: "nvfp4" or "nvfp4-a4".
+    own: a format of `oxmoe.formats`."""
 
     def e4m3(experts: int, rows: int, columns: int) -> Tensor:
         codes = torch.empty((experts, rows, columns), dtype=torch.float8_e4m3fn, device=device)
@@ -216,7 +219,7 @@ def make_weights(
 
 
 def weights_of(format_name: str, shape: Shape, device: str, count: int) -> list[Weights]:
-    """count layers of a format, by its name in FORMATS ("fp8_block-bf16": fp8_block)."""
+    """Makes `count` layers of a format, by its name in FORMATS ("fp8_block-bf16" has the weights of fp8_block)."""
     dtype = FORMATS[format_name.removesuffix("-bf16")][0]
     return make_weights(
         shape,
@@ -234,8 +237,17 @@ def weights_of(format_name: str, shape: Shape, device: str, count: int) -> list[
 
 
 def make_inputs(
-    shape: Shape, tokens: int, dtype: torch.dtype, device: str, count: int, pattern: str = "uniform"
+    shape: Shape,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    count: int,
+    pattern: str = "uniform",
+    router: dict[str, Any] | None = None,
 ) -> list[Inputs]:
+    """Makes the inputs of `count` layers. router: options of topk, with which a correction bias is drawn, too. Without
+    it the pattern says how experts are chosen."""
+
     def layer() -> Inputs:
         x = torch.randn(tokens, shape.hidden, dtype=dtype, device=device)
         logits = torch.randn(tokens, shape.experts, device=device)
@@ -245,18 +257,20 @@ def make_inputs(
         if pattern == "hot":
             half = (tokens + 1) // 2
             logits[:half, 0] = logits[:half].amax(1) + 0.5
+        if router:
+            return Inputs(x, logits, None, router | {"correction_bias": torch.rand(shape.experts, device=device)})
         if pattern == "grouped":
             groups = 8 if shape.experts % 32 == 0 else 1
-            router = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": (groups + 1) // 2}
-            return Inputs(x, logits, None, router | {"correction_bias": torch.rand(shape.experts, device=device)})
+            drawn = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": (groups + 1) // 2}
+            return Inputs(x, logits, None, drawn | {"correction_bias": torch.rand(shape.experts, device=device)})
         return Inputs(x, logits)
 
     return [layer() for _ in range(count)]
 
 
 def activated(sums: Tensor, shape: Shape) -> Tensor:
-    """GEMM1's sums [..., 2I] through the layer's gate, in their dtype."""
-    if shape.gpt_oss:
+    """Returns GEMM1's sums [..., 2I] after the layer's activation, in their dtype."""
+    if shape.gpt_oss or shape.situ or isinstance(shape, ModelShape):
         return reference.activate(sums, **shape.options)
     gate, up = sums.chunk(2, dim=-1)
     if shape.limit is not None:
@@ -265,7 +279,8 @@ def activated(sums: Tensor, shape: Shape) -> Tensor:
 
 
 def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
-    """Softmax, top-k, renormalised, in plain torch; or the input's own router; or what was given."""
+    """Returns the choice of the input's own router, or the given one, or in plain torch softmax, top-k,
+    renormalised."""
     if inputs.chosen is not None:
         return inputs.chosen
     if inputs.router:
@@ -277,7 +292,7 @@ def choose(inputs: Inputs, top_k: int) -> tuple[Tensor, Tensor]:
 def floors_of(
     shape: Shape, inputs: Sequence[Inputs], device: str, format_name: str, weight_bits: float
 ) -> floors.Floors | None:
-    """Those of one layer, with the experts that these inputs choose; None on a CPU."""
+    """Returns the floors of one layer, with the experts that these inputs choose; None on a CPU."""
     known = floors.ceilings(device)
     if known is None:
         return None
@@ -288,7 +303,7 @@ def floors_of(
 
 
 def expected(shape: Shape, weights: Weights, inputs: Inputs, *, rounded: bool = True) -> Tensor:
-    """The reference's result. rounded=False: of MXFP8 weights with activations that stay as they are."""
+    """Returns the reference's result. rounded=False: activations of MXFP8 weights stay as they are."""
     w13, w2, scales = weights.w13, weights.w2, {}
     if isinstance(w13, Fp8Block) or (isinstance(w13, Mxfp8) and rounded):
         scales = {"w13_scale": w13.scales, "w2_scale": w2.scales}
@@ -308,9 +323,9 @@ def expected(shape: Shape, weights: Weights, inputs: Inputs, *, rounded: bool = 
 
 
 def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
-    """What is wrong with our result, None if nothing is. In some formats activations are quantised on their way."""
+    """Returns what is wrong with oxmoe's result, or None. In some formats activations are quantised on their way."""
     if format_name == "mxfp4-a8" or format_name.startswith("fp8_tensor"):
-        # A value that rounds to its neighbour is a sixteenth off in e4m3, and with it perhaps its row.
+        # A value that rounds to its neighbour in e4m3 is a sixteenth off, and perhaps its whole row with it.
         return peer_error(result, truth, most=4e-2)
     if format_name == "nvfp4-a4":
         # The reference's rows are not rounded.
@@ -323,6 +338,7 @@ def error(result: Tensor, truth: Tensor, format_name: str) -> str | None:
 
 
 def peer_error(result: Tensor, truth: Tensor, most: float = 2e-2) -> str | None:
-    """Peers round in more places: the same layer all the same, or not."""
+    """Returns why a peer does not compute the same layer, or None. The bar is wide, because peers round in more
+    places."""
     norm = relative_norm(result, truth)
     return None if norm < most else f"computes something else: relative norm {norm:.3g}"

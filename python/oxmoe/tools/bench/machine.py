@@ -1,4 +1,4 @@
-"""What a row says of where it was measured: build, versions, driver, and the GPU's clocks and power."""
+"""Says where a row was measured: build, versions, driver, and the GPU's clocks and power."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _GPU_TEMPERATURE = 0
 
 
 class Nvml:
-    """The driver's own answers, through its library. What it does not know is None."""
+    """The driver's own answers, through its library. An answer that the driver does not know is None."""
 
     def __init__(self, library: Any) -> None:
-        """library: libnvidia-ml.so.1; OSError where it does not start."""
+        """library: libnvidia-ml.so.1. Raises OSError if it does not start."""
         self.library = library
         status = library.nvmlInit_v2()
         if status:
@@ -35,7 +35,7 @@ class Nvml:
         return None if self.library.nvmlSystemGetDriverVersion(text, len(text)) else text.value.decode()
 
     def clocks(self, uuid: str) -> dict[str, float | None] | None:
-        """MHz, watts and degrees of one GPU at this moment; None for a GPU that NVML does not know."""
+        """Returns MHz, watts and degrees of one GPU at this moment; None for a GPU that NVML does not know."""
         device = ctypes.c_void_p()
         if self.library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)):
             return None
@@ -61,7 +61,7 @@ class Nvml:
 
 @functools.cache
 def nvml() -> Nvml | None:
-    """None where the library is missing or does not start."""
+    """Returns the driver's library, or None if it is missing or does not start."""
     try:
         return Nvml(ctypes.CDLL("libnvidia-ml.so.1"))
     except OSError:
@@ -69,22 +69,26 @@ def nvml() -> Nvml | None:
 
 
 def clocks(device: str) -> dict[str, float | None] | None:
-    """Of torch's current GPU; None on CPU, and where the driver's library does not tell."""
+    """Returns the clocks of torch's current GPU; None on CPU, and if the driver's library does not tell."""
     library = nvml() if device == "cuda" else None
     return None if library is None else library.clocks(f"GPU-{torch.cuda.get_device_properties().uuid}")
 
 
 def without_paths(arguments: list[str]) -> list[str]:
-    """The command for the record, without the paths of this machine."""
+    """Returns the command for the record, without the paths of this machine. A model's path becomes its last part."""
     kept: list[str] = []
     for previous, argument in zip(["", *arguments], arguments, strict=False):
-        if previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
+        if previous == "--model":
+            kept.append(os.path.basename(argument.rstrip("/")))
+        elif argument.startswith("--model="):
+            kept.append(f"--model={os.path.basename(argument.rstrip('/'))}")
+        elif previous not in ("--json", "--plot") and not argument.startswith(("--json", "--plot")):
             kept.append(argument)
     return kept
 
 
 def environment(device: str, program: str = "-m oxmoe") -> dict[str, Any]:
-    """What is the same in all rows of a run. program: how python was told to run it."""
+    """Returns what is the same in all rows of a run. program: how python was told to run it."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -24,18 +24,21 @@ from oxmoe.tools.bench.layers import Inputs, Mxfp4, Nvfp4, Shape, Weights
 
 
 def split(tensor: Tensor | None, shape: Shape) -> Tensor | None:
-    """w13's rows as [gate; up]."""
+    """Returns w13's rows as [gate; up]."""
     if tensor is None or not shape.gpt_oss:
         return tensor
     return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
 
 
 def make_module(shape: Shape, item: Weights, group: int) -> Any:
-    """A layer with a checkpoint's tensors under SGLang's names, as its methods prepare it."""
+    """Returns a layer that holds a checkpoint's tensors under SGLang's names, for SGLang's methods to prepare."""
     module: Any = Module()
     module.hidden_size, module.intermediate_size_per_partition = shape.hidden, shape.intermediate
     module.moe_runner_config = SimpleNamespace(
-        is_gated=True, activation="silu", apply_router_weight_on_input=False, gemm1_alpha=shape.options.get("alpha")
+        is_gated=True,
+        activation=shape.options.get("activation", "silu"),
+        apply_router_weight_on_input=False,
+        gemm1_alpha=shape.options.get("alpha"),
     )
     module.params_dtype = module.orig_dtype = torch.bfloat16
     module.quant_config = SimpleNamespace(group_size=group)
@@ -66,7 +69,7 @@ class Marlin(Backend):
         first = weights[0].w13
         self.group = 2 * first.codes.shape[2] // first.scales.shape[2]
         module = make_module(shape, weights[0], self.group)
-        # NVFP4's and int4's methods refuse what they would have to pad, MXFP4's pads.
+        # NVFP4's and int4's methods refuse sizes that they would have to pad; MXFP4's method pads.
         group = 64 if isinstance(first, Nvfp4) else self.group
         if not check_moe_marlin_supports_layer(module, group, allow_tile_padding=isinstance(first, Mxfp4)):
             raise NotImplementedError(f"SGLang refuses hidden size {shape.hidden} with {shape.intermediate} a rank")
@@ -74,12 +77,12 @@ class Marlin(Backend):
         self.operands = [prepare(item) for item in weights]
 
     def _mxfp4(self, item: Weights) -> dict[str, Any]:
-        """As Mxfp4MoEMethod prepares a layer with --moe-runner-backend marlin."""
+        """Prepares a layer as Mxfp4MoEMethod does with --moe-runner-backend marlin."""
         from sglang.srt.layers.quantization import marlin_utils_fp4
 
         module = make_module(self.shape, item, self.group)
         for name, matrix, bias in (("w13", item.w13, item.b13), ("w2", item.w2, item.b2)):
-            # The loader's bytes; the scales are copied, because they are put into place.
+            # The codes are the loader's bytes; the scales are copied, because they are put into place.
             setattr(module, f"{name}_weight", parameter(matrix.codes.view(torch.int8)))
             setattr(module, f"{name}_weight_scale", parameter(matrix.scales.clone()))
             if bias is not None:
@@ -96,7 +99,7 @@ class Marlin(Backend):
         }
 
     def _nvfp4(self, item: Weights) -> dict[str, Any]:
-        """As ModelOptNvFp4FusedMoEMethod prepares a layer where it falls back to Marlin."""
+        """Prepares a layer as ModelOptNvFp4FusedMoEMethod does when it falls back to Marlin."""
         from sglang.srt.layers.quantization.marlin_utils_fp4 import prepare_moe_nvfp4_layer_for_marlin
 
         module = make_module(self.shape, item, self.group)
@@ -124,7 +127,7 @@ class Marlin(Backend):
         }
 
     def _int4(self, item: Weights) -> dict[str, Any]:
-        """As CompressedTensorsWNA16MoE prepares a layer."""
+        """Prepares a layer as CompressedTensorsWNA16MoE does."""
         from sglang.srt.hardware_backend.gpu.quantization.gptq_kernels import gptq_marlin_moe_repack
         from sglang.srt.layers.quantization.marlin_utils import marlin_moe_permute_scales, marlin_permute_bias
 
@@ -136,7 +139,7 @@ class Marlin(Backend):
             if matrix is item.w13:
                 codes, scales = split(codes, self.shape), split(scales, self.shape)
             rows, columns = codes.shape[1], 2 * codes.shape[2]
-            # A checkpoint's words of eight columns, turned as SGLang's loader turns them.
+            # The checkpoint's words of eight columns, transposed as SGLang's loader transposes them.
             words = codes.view(torch.int32).transpose(1, 2).contiguous()
             made.append(gptq_marlin_moe_repack(words, none, columns, rows, 4))
             scales_made.append(
@@ -149,13 +152,17 @@ class Marlin(Backend):
                 f"w{i}_bias": torch.stack([marlin_permute_bias(one) for one in bias]) for i, bias in enumerate(given, 1)
             }
         indices = dict.fromkeys(("g_idx1", "g_idx2", "sort_indices1", "sort_indices2"), none)
-        # Its method keeps the workspace; the runner of the other formats makes one for each call.
+        # The method for int4 keeps the workspace; the runner of the other formats makes one for each call.
         workspace = self.make_workspace(codes.device, 4)
         return {**self._common(*made, *scales_made), **biases, **indices, "workspace": workspace}
 
     def _common(self, w1: Tensor, w2: Tensor, w1_scale: Tensor, w2_scale: Tensor) -> dict[str, Any]:
-        limit, alpha = (self.shape.options.get(name) for name in ("limit", "alpha"))
+        given = self.shape.options
+        # SGLang has the bounds of SiTU in the same two places.
+        limit, alpha = given.get("situ_linear_beta", given.get("limit")), given.get("situ_beta", given.get("alpha"))
         options = {"num_bits": 4, "inplace": False, "clamp_limit": limit, "gemm1_alpha": alpha}
+        if self.shape.situ:
+            options["activation"] = "situ"
         return {"w1": w1, "w2": w2, "w1_scale": w1_scale, "w2_scale": w2_scale, **options}
 
     def prepare(self, tokens: Sequence[int]) -> None:

@@ -1,7 +1,7 @@
 """Times moe_masked, the layer on DeepEP's low-latency layout, beside DeepGEMM's and Humming's masked GEMMs.
 
-One rank's share of a layer: x [El, m, H] with the first masked_m[e] rows of each expert valid. Rows come from a share
-of m (--fill) or from tokens that every rank sends (--tokens), each to top_k experts drawn at random.
+The layer is one rank's share: x [El, m, H] with the first masked_m[e] rows of each expert valid. Rows come from a
+share of m (--fill) or from tokens that every rank sends (--tokens), each to top_k experts drawn at random.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from oxmoe.tools.bench import deep_gemm, floors, humming, layers, report
 from oxmoe.tools.bench.backend import Oxmoe
 from oxmoe.tools.bench.timing import Protocol, fields, times_us
 
-# Formats of weights as the other benches name them, tokens in bf16, but for fp8_block: those in e4m3, as DeepEP sends
-# them for it. fp8_block-bf16 takes bf16 ones.
+# Formats of weights, by the names of the other benches. Tokens are bf16, except for fp8_block: its tokens are e4m3, as
+# DeepEP sends them. fp8_block-bf16 takes bf16 tokens.
 FP8_TENSOR = ("fp8_tensor", "fp8_tensor-token", "fp8_tensor-static")
 PACKED = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "nvfp4-a4", *own_formats())
 FORMATS = ("bf16", "f16", *PACKED, "fp8_block", "fp8_block-bf16", *FP8_TENSOR)
-ROOM = 256  # tokens of a rank that there is room for, or as many as it sends
-FILL_ROOM = 1024  # m of a share
-CHECKED = 8192  # rows of a call, about
+ROOM = 256  # tokens of a rank that there is room for, if it sends no more
+FILL_ROOM = 1024  # m of a layer of which a share is filled
+CHECKED = 8192  # rows of a call that are checked, about
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ DEFAULT_FILL, DEFAULT_TOKENS = (1.0, 10.0, 100.0), (16, 64, 256)
 
 @dataclass(frozen=True)
 class Rows:
-    """What one call gets."""
+    """The operands of one call."""
 
     x: Tensor  # [El, m, H]; rows beyond the mask are noise too
     counts: Tensor  # int32 [El]
@@ -68,12 +68,12 @@ Case = tuple[str, Callable[[Layer, torch.Generator], Drawn]]
 
 
 def share(layer: Layer, _rng: torch.Generator, percent: float) -> Drawn:
-    """A share of m, the same for every expert, one row at least."""
+    """Returns a share of m, the same for every expert, at least one row."""
     return FILL_ROOM, [max(1, int(FILL_ROOM * percent / 100))] * layer.experts
 
 
 def sent(layer: Layer, rng: torch.Generator, tokens: int) -> Drawn:
-    """What arrives when every rank sends so many tokens."""
+    """Returns the rows that arrive when every rank sends this many tokens."""
     chosen = torch.rand(layer.ranks * tokens, layer.ranks * layer.experts, generator=rng).topk(layer.top_k).indices
     counts = torch.bincount(chosen.flatten(), minlength=layer.ranks * layer.experts)[: layer.experts]
     return layer.ranks * max(tokens, ROOM), counts.tolist()
@@ -87,7 +87,7 @@ def make_rows(layer: Layer, room: int, counts: Sequence[int], expected: int, dty
 def floors_of(
     layer: Layer, drawn: Sequence[Sequence[int]], format_name: str, weight_bits: float, device: str
 ) -> floors.Floors | None:
-    """The mean of several layers whose experts have these rows; None on a CPU."""
+    """Returns the mean floors of several layers whose experts have these rows; None on a CPU."""
     known = floors.ceilings(device)
     if known is None:
         return None
@@ -107,20 +107,20 @@ class Backend:
 
     name: ClassVar[str]
     formats: ClassVar[tuple[str, ...]] = ("fp8_block",)
-    excludes: ClassVar[str | None] = None  # what ours contains and this one does not
+    excludes: ClassVar[str | None] = None  # the work that ours contains and this one does not
     most_error: float = deep_gemm.MOST_ERROR  # relative norm that a peer's error stays below
-    rounds_activations = True  # as the format's reference does; else MXFP8's activations stay in bf16
+    rounds_activations = True  # whether it rounds them as the reference does; False: MXFP8's stay in bf16
 
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
         self.layer, self.weights, self.format = layer, weights, format_name
 
     @classmethod
     def missing(cls, device: str) -> str | None:
-        """Why it cannot run here, None if it can."""
+        """Returns why the backend cannot run here, or None if it can."""
         return deep_gemm.missing(device)
 
     def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
-        """A call that can be captured and gives out [El, m, H]."""
+        """Returns a call that can be captured and returns [El, m, H]."""
         raise NotImplementedError
 
 
@@ -138,7 +138,7 @@ class Ours(Backend):
         self.room: Tensor | None = None
 
     def workspace(self, experts: oxmoe.ExpertWeights, rows: int, device: torch.device) -> Tensor:
-        """The layers share one."""
+        """Returns the workspace, which all layers share."""
         size = oxmoe.masked_workspace_bytes(experts, rows)
         if self.room is None or self.room.numel() < size + 256:
             self.room = torch.empty(size + 256, dtype=torch.uint8, device=device)
@@ -161,7 +161,7 @@ class Ours(Backend):
 
 
 class DeepGemmMasked(Backend):
-    """DeepGEMM's masked GEMM twice; GEMM2's input is made before the clock runs."""
+    """Two calls of DeepGEMM's masked GEMM; GEMM2's input is made before the clock runs."""
 
     name = "deep-gemm"
     excludes = "activation, quantisation"
@@ -187,7 +187,7 @@ class DeepGemmMasked(Backend):
 
 
 class SglangDeepGemm(DeepGemmMasked):
-    """The same with SGLang's masked activation and quantiser (Triton) between the GEMMs: the whole layer."""
+    """The whole layer: DeepGEMM's masked GEMMs, with SGLang's masked activation and quantiser (Triton) between them."""
 
     name = "sglang-deep-gemm"
     excludes = None
@@ -224,7 +224,7 @@ class SglangDeepGemm(DeepGemmMasked):
 
 
 class HummingMasked(Backend):
-    """Humming's masked GEMM twice with its own activation between: the whole layer."""
+    """The whole layer: Humming's masked GEMMs, with its own activation between them."""
 
     name = humming.Humming.name
     formats = ("mxfp4", "mxfp8", "nvfp4", "int4", "int4-zeros")
@@ -279,7 +279,8 @@ PEERS: dict[str, type[Backend]] = {peer.name: peer for peer in (DeepGemmMasked, 
 
 
 def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
-    """(expert, place) of valid rows; unless `every` is asked for, of many every third, fifth and so on."""
+    """Returns (expert, place) of valid rows. Of many rows it takes every third, fifth and so on, unless `every` asks
+    for all."""
     valid = torch.arange(rows.x.shape[1], device=rows.x.device)[None, :] < rows.counts[:, None]
     experts, places = valid.nonzero(as_tuple=True)
     step = 1 if every else -(-len(experts) // CHECKED) | 1
@@ -287,7 +288,7 @@ def checked(rows: Rows, every: bool) -> tuple[Tensor, Tensor]:
 
 
 def expected(layer: Layer, weights: layers.Weights, rows: Tensor, experts: Tensor, *, rounded: bool) -> Tensor:
-    """The reference's rows. rounded: as in `layers.expected`."""
+    """Returns the reference's rows. rounded: see `layers.expected`."""
     ids = experts[:, None].to(torch.int32)
     inputs = layers.Inputs(rows, torch.empty(0), (torch.ones(ids.shape, device=ids.device), ids))
     return layers.expected(layer.shape, weights, inputs, rounded=rounded)
@@ -333,7 +334,7 @@ class _Bench:
             except Exception as error:  # a peer is foreign code: whatever it raises is a reason to go on without it
                 self.skip(peer, f"does not start: {type(error).__name__}: {error}")
         for case, draw in cases:
-            # The same rows in every run and for every format: times of two builds can be compared.
+            # Rows are the same in every run and for every format, so that times of two builds can be compared.
             rng = torch.Generator().manual_seed(0)
             drawn = [draw(layer, rng) for _ in weights]
             mean = max(1, -(-sum(sum(counts) for _, counts in drawn) // (len(drawn) * layer.experts)))
@@ -351,7 +352,7 @@ class _Bench:
         given: list[Rows],
         least: floors.Floors | None,
     ) -> None:
-        # One scale for all rows is that of all rows.
+        # fp8_tensor has one scale for all rows of a call, so the reference needs all rows.
         where, places = f"{name} {format_name} {case}", checked(given[0], every=format_name == "fp8_tensor")
         truths = {
             rounded: expected(LAYERS[name], weights[0], given[0].x[places], places[0], rounded=rounded)
@@ -439,7 +440,8 @@ def run(
     environment: dict[str, Any],
     json_path: str | None,
 ) -> bool:
-    """Prints a Markdown table; whether all of our results were right. formats: dtype of tokens and bits of a weight."""
+    """Prints a Markdown table. Returns whether all of oxmoe's results were right. formats: dtype of tokens and bits of
+    a weight."""
     print(", ".join(f"{key} {value}" for key, value in environment.items() if key != "command" and value))
     bench = _Bench(device, protocol, peers, environment, json_path)
     bench.head()

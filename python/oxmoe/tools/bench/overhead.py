@@ -1,4 +1,4 @@
-"""What one Python call of `oxmoe.moe` costs the caller, with `out` and `workspace` given."""
+"""Measures what one Python call of `oxmoe.moe` costs the caller, with `out` and `workspace` given."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _call(tokens: int, device: str, *, logits: bool) -> Callable[[], object]:
 
 
 def _time_us(call: Callable[[], object], device: str, *, batches: int = 50, calls: int = 200) -> Times:
-    """The time to enqueue a call, one number a batch; the device is idle when a batch starts."""
+    """Times how long a call takes to be enqueued, one number a batch; the device is idle when a batch starts."""
     call()
     times = []
     for _ in range(batches):
@@ -47,7 +47,8 @@ def _time_us(call: Callable[[], object], device: str, *, batches: int = 50, call
 
 
 def measure(device: str) -> list[dict[str, Any]]:
-    """One row a case. On CPU the one-token cases contain their arithmetic: about 50 thousand multiplications."""
+    """Returns one row for each case. On CPU the one-token cases contain their arithmetic: about 50 thousand
+    multiplications."""
     rows = []
     for case, tokens, logits in (
         ("no tokens, ids given", 0, False),

@@ -22,11 +22,11 @@ from oxmoe.tools.bench.sglang import SglangTriton
 
 
 class TritonKernels(Backend):
-    """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them; MXFP4
-    weights in the layouts that SGLang gives them at load.
+    """triton_kernels' top-k, ragged metadata and two matmul_ogs, as SGLang's triton_kernel backend calls them. MXFP4
+    weights have the layouts that SGLang gives them at load.
 
-    NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit): on other models' layers the same bytes and
-    flops as silu and a product, not the same numbers.
+    NOTE: its fused activation is GPT-OSS's (interleaved rows, alpha, limit). On other models' layers it has the same
+    bytes and flops as silu and a product, but not the same numbers.
     """
 
     name = "triton_kernels"
@@ -61,7 +61,7 @@ class TritonKernels(Backend):
         ]
 
     def _operand(self, weights: Tensor | Mxfp4) -> tuple[Any, Any]:
-        """(weights [E, K, N], precision configuration)."""
+        """Returns (weights [E, K, N], precision configuration)."""
         if not isinstance(weights, Mxfp4):
             return weights.transpose(1, 2).contiguous(), self.ogs.PrecisionConfig()
         from triton_kernels.numerics import InFlexData
@@ -115,7 +115,7 @@ class TritonKernels(Backend):
 
 
 class TorchGroupedMm(Backend):
-    """Plain torch that never waits for the device: sort, gather, torch._grouped_mm twice, weighted sum."""
+    """The layer in plain torch that never waits for the device: sort, gather, torch._grouped_mm twice, weighted sum."""
 
     name = "torch-grouped-mm"
 

@@ -1,4 +1,4 @@
-"""Results as a table while they come, as JSON lines, as Markdown, as a plot."""
+"""Reports results as a table while they come, as JSON lines, as Markdown, and as a plot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import oxmoe
 from oxmoe.tools.bench.backend import Oxmoe
-from oxmoe.tools.bench.layers import SHAPES
+from oxmoe.tools.bench.layers import SHAPES, Shape
 from oxmoe.tools.bench.peers import PEERS
 from oxmoe.tools.bench.timing import fields
 from oxmoe.tools.command import UsageError
 
-# Heads of what `shown_floors` shows.
+# Heads of the columns that `shown_floors` fills.
 FLOORS = ("floor", "x floor", "own floor", "x own")
 
 
@@ -31,7 +31,8 @@ class Cell:
     times: dict[str, float] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
     own_floor_us: float | None = None
-    ceilings: dict[str, Any] | None = None  # of the GPU, which the floors are made of
+    ceilings: dict[str, Any] | None = None  # rates of the GPU, which the floors are made of
+    layer: Shape | None = None  # a model's own layer, if SHAPES does not have it
 
     @property
     def best_peer(self) -> float | None:
@@ -70,12 +71,12 @@ def read_json(paths: Sequence[str], run: str | None = None) -> list[dict[str, An
     return [row for row in rows if row.get("run") == run]
 
 
-# What `markdown` reads of a row.
+# Fields of a row that `markdown` reads, with their types.
 _FIELDS = {"shape": str, "format": str, "tokens": int, "backend": str, "us": (int, float), "date": str}
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A line of a results file; None where it is none."""
+    """Returns the row in a line of a results file; None if it has none."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError:
@@ -151,7 +152,7 @@ class Report:
         common = {
             "op": cell.op,
             "shape": cell.shape,
-            **vars(SHAPES[cell.shape]),
+            **vars(cell.layer or SHAPES[cell.shape]),
             "format": cell.format,
             "pattern": cell.pattern,
             "tokens": cell.tokens,
@@ -180,14 +181,14 @@ def _number(value: float | None, spec: str) -> str:
 
 
 def shown_floors(ours: float, ideal: float | None, own: float | None) -> list[str]:
-    """Both floors, and how many times as long we take."""
+    """Returns both floors as text, and how many times as long oxmoe takes."""
     return [text for us in (ideal, own) for text in (_number(us, ".1f"), _number(us and ours / us, ".2f"))]
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of docs/performance.md: one line a cell, the fastest in bold. Rows with and without a spread are read.
+    """Returns the table of docs/performance.md: one line a cell, the fastest in bold. Rows may have a spread or not.
 
-    Where a cell was run twice the later run counts alone: only times of one process are compared.
+    If a cell was run twice, only the later run counts: only times of one process are compared.
     """
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -202,7 +203,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     peers = [name for name in PEERS if name in present]
     several = [len({key[place] for key in cells}) > 1 for place in (1, 2)]
     heads = ["layer", *(head for head, shown in zip(("format", "routing"), several, strict=True) if shown), "M"]
-    # Old rows have no floor of our own algorithm.
+    # Old rows have no floor of oxmoe's own algorithm.
     floors = 4 if any(cell[Oxmoe.name].get("own_floor_us") is not None for cell in cells.values()) else 2
     heads += ["oxmoe", *FLOORS[:floors]]
     heads += [f"{peer} (no {present[peer]['excludes']})" if present[peer].get("excludes") else peer for peer in peers]
@@ -233,7 +234,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _origin(rows: Sequence[dict[str, Any]]) -> str:
-    """Where rows were measured and how far their times lie apart, as far as they say."""
+    """Says where rows were measured and how far their times lie apart, as far as the rows tell."""
     rows = [row for row in rows if "us_min" in row]
     if not rows:
         return ""
@@ -254,7 +255,7 @@ def print_overhead(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def plot(cells: Sequence[Cell], path: str) -> None:
-    """One panel for each shape and format: time over tokens, both logarithmic, with the floor dashed."""
+    """Draws one panel for each shape and format: time over tokens, both logarithmic, with the floor dashed."""
     from matplotlib import pyplot
 
     panels: dict[str, list[Cell]] = {}

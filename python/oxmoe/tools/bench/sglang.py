@@ -1,4 +1,4 @@
-"""SGLang's own MoE kernels on Triton, and what its peers share: versions, the settings of a server, its top-k."""
+"""SGLang's own MoE kernels on Triton, and the code that SGLang's peers share: versions, a server's settings, top-k."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.layers import Fp8Block, Inputs, Shape, Weights
 
 OLD, NEW = "0.5.12.post1", "0.5.23"
-# Relative norm of an error where activations are e4m3 with one scale a row or a call: as much as ours may have.
+# The bar of the error's relative norm for e4m3 activations with one scale a row or a call. It is as wide as oxmoe's own
+# bar.
 FP8_TENSOR_ERROR = 4e-2
-# What a context gives in place of a server, for as long as the process lives.
+# Settings that stand in place of a server's, for as long as the process lives.
 _settings = ExitStack()
 
 
 def missing(device: str, versions: Sequence[str]) -> str | None:
-    """Why SGLang's kernels of these versions cannot run here."""
+    """Returns why SGLang's kernels of these versions cannot run here, or None if they can."""
     if device != "cuda":
         return "needs a GPU"
     if find_spec("sglang") is None or find_spec("sgl_kernel") is None:
@@ -35,7 +36,7 @@ def missing(device: str, versions: Sequence[str]) -> str | None:
 
 
 def prepare() -> None:
-    """The settings that SGLang's kernels read, which a server of one rank would have made."""
+    """Makes the settings that SGLang's kernels read, as a server of one rank would make them."""
     if find_spec("sglang.srt.runtime_context") is None:
         from sglang.srt.server_args import set_global_server_args_for_scheduler
 
@@ -55,7 +56,7 @@ def prepare() -> None:
 
 
 def router(top_k: int) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
-    """SGLang's top-k: (weights, ids) of a call's logits, or what was given."""
+    """Returns SGLang's top-k, which gives (weights, ids) of a call's logits, or the given choice."""
     from sglang.srt.layers.moe import topk
 
     def route(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -74,10 +75,10 @@ def router(top_k: int) -> Callable[[Inputs], tuple[Tensor, Tensor]]:
 
 
 class SglangTriton(Backend):
-    """SGLang's top-k and its Triton fused_experts, tuned where SGLang ships a configuration.
+    """SGLang's top-k and its Triton fused_experts, tuned if SGLang ships a configuration.
 
-    fp8_tensor-token is its path for a scale a channel (per_channel_quant), all channels of an expert with one number.
-    int4 is what `CompressedTensorsWNA16TritonMoE` and `moe_wna16` hand over.
+    fp8_tensor-token is its path for a scale a channel (per_channel_quant): all channels of an expert have one number.
+    int4 takes what `CompressedTensorsWNA16TritonMoE` and `moe_wna16` hand over.
     """
 
     name = "sglang-triton"
@@ -107,8 +108,9 @@ class SglangTriton(Backend):
             intermediate_size_per_partition=shape.intermediate,
             top_k=shape.top_k,
             inplace=False,
-            gemm1_alpha=shape.options.get("alpha"),
-            gemm1_clamp_limit=shape.options.get("limit"),
+            activation=shape.options.get("activation", "silu"),
+            gemm1_alpha=shape.options.get("situ_beta", shape.options.get("alpha")),
+            gemm1_clamp_limit=shape.options.get("situ_linear_beta", shape.options.get("limit")),
         )
         self.scales = [self._scales(item) for item in weights]
         if weights[0].activation_scales is not None:
@@ -116,12 +118,12 @@ class SglangTriton(Backend):
 
     @staticmethod
     def _scales(item: Weights) -> dict[str, Any]:
-        """Options of fused_experts for e4m3 and int4 experts."""
+        """Returns options of fused_experts for e4m3 and int4 experts."""
         if isinstance(item.w13, Int4):
             group = 2 * item.w13.codes.shape[2] // item.w13.scales.shape[2]
             scales: dict[str, Any] = {"w1_scale": item.w13.scales, "w2_scale": item.w2.scales}
             if item.w13.zeros is not None:
-                # Two rows a byte, the first in the low bits.
+                # A byte holds the zero points of two rows, the first in the low bits.
                 halves = [(weights.zeros[:, 0::2], weights.zeros[:, 1::2]) for weights in (item.w13, item.w2)]
                 scales["w1_zp"], scales["w2_zp"] = ((low | high << 4).contiguous() for low, high in halves)
             return {**scales, "use_int4_w4a16": True, "block_shape": [0, group]}

@@ -1,4 +1,4 @@
-"""How a cell is timed: every backend in turn, several layers with different weights in one CUDA graph."""
+"""Times a cell: every backend in turn, several layers with different weights in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Times(float):
     """Microseconds of several runs of the same thing. As a number it is their median."""
 
     samples: tuple[float, ...]
-    clocks: dict[str, float | None] | None  # of the GPU, right after the last run
+    clocks: dict[str, float | None] | None  # the GPU's clocks right after the last run
 
     def __new__(cls, samples: Sequence[float], clocks: dict[str, float | None] | None = None) -> Times:
         self = super().__new__(cls, statistics.median(samples))
@@ -25,7 +25,7 @@ class Times(float):
 
 
 def fields(us: float) -> dict[str, Any]:
-    """A time as a row has it: "us" is the median. Rows of before 2026-11-25 have no spread and no clocks."""
+    """Returns a time's fields in a row: "us" is the median. Rows of before 2026-11-25 have no spread and no clocks."""
     times = us if isinstance(us, Times) else Times([us])
     return {
         "us": float(times),
@@ -38,16 +38,16 @@ def fields(us: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a cell is timed on a GPU; goes into every row."""
+    """How a cell is timed on a GPU. It goes into every row."""
 
     layers: int
     rounds: int
-    replays: int  # timed in each round, after one that is not
+    replays: int  # replays timed in each round, after one that is not timed
     sustain_s: float  # seconds of replays back to back before each round
 
 
 def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> Times:
-    """Microseconds of a call, repeated for about this long and at least five times after two warm-ups."""
+    """Times a call in microseconds: repeats it for about this long and at least five times, after two warm-ups."""
     call()
     call()
     times, end = [], time.perf_counter() + seconds
@@ -61,7 +61,8 @@ def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> Times:
 def times_us(
     calls: Mapping[str, Sequence[Callable[[], object]]], device: str, protocol: Protocol, *, ours: str
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Microseconds a layer of each backend that runs (`Times`), and why the others do not. `ours` must run."""
+    """Returns microseconds a layer of each backend that runs (`Times`), and why the others do not run. `ours` must
+    run."""
     if device == "cpu":
         return {name: wall_time_us(layer[0]) for name, layer in calls.items()}, {}
     graphs: dict[str, GraphClock] = {}

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
+import stat
 import struct
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MOST = 1 << 24  # of any size in a config
-_MOST_BYTES = 64 << 20  # of a JSON text
+MOST = 1 << 24  # the largest size in a config
+MOST_SECONDS = 60  # for reading and judging a model
+_MOST_BYTES = 64 << 20  # most bytes of a JSON text
+_MOST_LETTERS = 2000  # most letters of a printed line
 # A weight of a routed expert: one of many, or all of a layer in one tensor.
 _EXPERT = re.compile(
-    r"\.(?P<layer>\d+)\.(?:[\w.]*\.)?experts\.(?:\d+\.)?"
+    r"\.(?P<layer>\d{1,9})\.(?:[\w.]*\.)?experts\.(?:\d+\.)?"
     r"(?:gate_proj|up_proj|down_proj|gate_up_proj|w1|w2|w3)(?P<suffix>[._](?:weight|weight_packed|blocks|qweight))?$"
 )
 
@@ -83,7 +92,10 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"{type(value).__name__} of great depth"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -93,14 +105,70 @@ class Checkpoint:
 
     config: Fields
     quant_file: Fields | None = None  # hf_quant_config.json
-    # Layer -> dtypes of its routed experts' weights, by the headers that are there.
+    # Layer -> dtypes of its routed experts' weights, by the headers that exist.
     dtypes: dict[int, set[str]] = field(default_factory=dict)
     headers: int = 0
+
+
+def printable(text: str) -> str:
+    """Returns one line in which a file's words can neither steer a terminal, nor look like other lines, nor fill a
+    screen."""
+    if len(text) > _MOST_LETTERS:
+        text = f"{text[: _MOST_LETTERS - 3]}..."
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii") for letter in text
+    )
+
+
+def say(text: str) -> None:
+    """Prints to standard output. Letters that its encoding does not have are escaped, as on standard error."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
+@contextlib.contextmanager
+def patterns(shown_as: str) -> Iterator[None]:
+    """Compiles and applies a checkpoint's regular expressions. Refused for one that Python's module `re` does not
+    take."""
+    try:
+        with warnings.catch_warnings():
+            # They would name a line of this program.
+            warnings.simplefilter("ignore")
+            yield
+    except (re.error, RecursionError, OverflowError) as error:
+        raise Refused(f"{shown_as}: no regular expression that can be used: {str(error).splitlines()[0]}") from error
+
+
+@contextlib.contextmanager
+def limited(path: str) -> Iterator[None]:
+    """Raises Unreadable after MOST_SECONDS, because a file's names and regular expressions can take for ever.
+
+    A signal ends the work, so there is no limit outside of the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(*_: Any) -> None:
+        raise Unreadable(f"{path}: its names and patterns took more than {MOST_SECONDS} seconds")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def read(path: str) -> Checkpoint:
     """Reads a config.json, or a folder with one. Raises Unreadable, which says what is wrong with which file."""
     place = Path(path)
+    if not place.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise Unreadable(
+            f"{path}: No such file or directory; if it is a model's name on a hub: this command downloads nothing, "
+            "download its config.json and name that"
+        )
     if not place.is_dir():
         return Checkpoint(_json(place))
     checkpoint = Checkpoint(_json(place / "config.json"))
@@ -114,8 +182,15 @@ def read(path: str) -> Checkpoint:
     return checkpoint
 
 
+def _require_file(path: Path) -> None:
+    """Refuses a pipe, which would wait for a writer, and a device, which may have no end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise Unreadable(f"{path}: expected a regular file")
+
+
 def _json(path: Path) -> Fields:
     try:
+        _require_file(path)
         if path.stat().st_size > _MOST_BYTES:
             raise Unreadable(f"{path}: more than {_MOST_BYTES >> 20} MiB are no model's configuration")
         return _object(path.read_bytes(), path)
@@ -136,6 +211,7 @@ def _object(text: bytes, path: Path) -> Fields:
 def _header(path: Path) -> dict[str, str]:
     """Returns tensor -> dtype. It reads only the header."""
     try:
+        _require_file(path)
         with open(path, "rb") as file:
             start = file.read(8)
             size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0

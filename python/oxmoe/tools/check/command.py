@@ -10,9 +10,9 @@ import shlex
 import sys
 
 from oxmoe.sglang import capabilities
-from oxmoe.tools.check.checkpoint import Unreadable, read
+from oxmoe.tools.check.checkpoint import Unreadable, limited, printable, read, say
 from oxmoe.tools.check.layers import HOPPER, Kind, Report, Server, judge
-from oxmoe.tools.command import MOST_TOKENS, whole
+from oxmoe.tools.command import MOST_TOKENS, Listed, listed, whole
 
 _NEWEST = capabilities.LAST
 _ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
@@ -32,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sglang", help=f"release of SGLang (default: the installed one, else {_NEWEST})")
     parser.add_argument("--tp", "--tp-size", type=whole(1, 1024), default=1, help="SGLang's --tp-size (default: 1)")
     parser.add_argument("--ep", "--ep-size", type=whole(1, 1024), default=1, help="SGLang's --ep-size (default: 1)")
-    parser.add_argument("--gpu", choices=_ARCHS, default=HOPPER, help=f"default: {HOPPER}")
+    parser.add_argument("--gpu", choices=_ARCHS, default=HOPPER, help=f"default: {HOPPER} (H100, H200)")
     parser.add_argument(
         "--tokens",
-        type=whole(1, MOST_TOKENS),
+        type=listed(whole(1, MOST_TOKENS)),
         nargs="+",
+        action=Listed,
         default=[1, 64, 4096],
         help="of a call, for the times (default: 1 64 4096)",
     )
@@ -44,17 +45,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    server = Server(args.sglang or _installed(), args.tp, args.ep, args.gpu)
+    server = Server((args.sglang or installed()).removeprefix("v"), args.tp, args.ep, args.gpu)
     try:
-        report = judge(read(args.path), server, args.tokens)
+        with limited(args.path):
+            report = judge(read(args.path), server, args.tokens)
     except Unreadable as error:
-        print(f"python -m oxmoe check: {error}", file=sys.stderr)
+        print(printable(f"python -m oxmoe check: {error}"), file=sys.stderr)
         return 2
-    print(json.dumps(report.json(), indent=2) if args.json else text(report, args.path))
+    say(json.dumps(report.json(), indent=2) if args.json else text(report, args.path))
     return 0 if report.served else 1
 
 
-def _installed() -> str:
+def installed() -> str:
     try:
         return importlib.metadata.version("sglang").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +64,8 @@ def _installed() -> str:
 
 
 def text(report: Report, path: str) -> str:
-    lines = [f"{report.architecture or 'model'}: {'served' if report.served else 'NOT SERVED'} by {report.server}"]
+    name = report.architecture if len(report.architecture) <= 200 else f"{report.architecture[:197]}..."
+    lines = [f"{name or 'model'}: {'served' if report.served else 'NOT SERVED'} by {report.server}"]
     lines += [f"  refused: {reason}" for reason in report.refused]
     if report.served:
         model = shlex.quote(path) if os.path.isdir(path) else "MODEL"
@@ -71,7 +74,7 @@ def text(report: Report, path: str) -> str:
     lines += [f"  note: {note}" for note in report.notes]
     for kind in report.kinds:
         lines += _kind(kind)
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))
 
 
 def _kind(kind: Kind) -> list[str]:

@@ -7,7 +7,7 @@ called.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from oxmoe.tools.check.checkpoint import Fields, Refused, Unreadable, shown
@@ -108,7 +108,7 @@ def _of_each_layer(name: str, given: list[Any] | None, config: Fields, layers: i
     return given[:layers]
 
 
-# What stands between the two products, as oxmoe.fused_experts.expert_options takes it
+# The activation between the two products, in the form that oxmoe.fused_experts.expert_options takes
 
 
 def hidden_act(config: Fields, layer: int) -> dict[str, Any]:
@@ -141,6 +141,8 @@ def minimax_m3(config: Fields, layer: int) -> dict[str, Any]:
 def step(config: Fields, layer: int) -> dict[str, Any]:
     limits = config.listed("swiglu_limits", int | float)
     limit = _of_each_layer("swiglu_limits", limits, config, layer + 1)[layer]
+    if not abs(limit) < 1e30:
+        raise Unreadable(f"{config.where}: swiglu_limits: expected numbers, got {shown(limit)}")
     return {"gemm1_limit": float(limit) if limit > 0 else None}
 
 
@@ -170,11 +172,11 @@ class Family:
     hidden: tuple[str, ...] = ("hidden_size",)
     intermediate: tuple[str, ...] = ("moe_intermediate_size",)
     layers: tuple[str, ...] = ("num_hidden_layers",)
-    shared: tuple[str, ...] = ("n_shared_experts", "num_shared_experts")  # their number, or their columns
+    shared: tuple[str, ...] = ("n_shared_experts", "num_shared_experts")  # number of shared experts, or their columns
     drafts: tuple[str, ...] = ("num_nextn_predict_layers",)
     activation: Activation = hidden_act
     biases: bool = False
-    place: str = "mlp"  # of the experts in a layer's name
+    place: str = "mlp"  # part of a layer's name that holds the experts
     on_input: bool = False  # router weights multiply a token, not its result
     fp4_by_default: bool = False  # an fp8 checkpoint's experts are MXFP4 unless the files say otherwise
 
@@ -194,6 +196,7 @@ _BAILING = Family(sparse=after_dense(0))
 _KIMI_LINEAR = Family(
     sparse=after_dense(0), top_k=("num_experts_per_token", "num_experts_per_tok"), activation=as_named
 )
+_KIMI_K3 = replace(_KIMI_LINEAR, hidden=("routed_expert_hidden_size", "hidden_size"))
 _LLAMA4 = Family(
     sparse=interleaved, intermediate=("intermediate_size",), shared=(), place="feed_forward", on_input=True
 )
@@ -214,8 +217,8 @@ FAMILIES: dict[str, Family] = {
     "KimiVLForConditionalGeneration": _DEEPSEEK,
     "KimiK25ForConditionalGeneration": _DEEPSEEK,
     "KimiLinearForCausalLM": _KIMI_LINEAR,
-    "KimiK3LinearForCausalLM": _KIMI_LINEAR,
-    "KimiK3ForConditionalGeneration": _KIMI_LINEAR,
+    "KimiK3LinearForCausalLM": _KIMI_K3,
+    "KimiK3ForConditionalGeneration": _KIMI_K3,
     "Qwen2MoeForCausalLM": _QWEN,
     "Qwen3MoeForCausalLM": _QWEN,
     "Qwen3VLMoeForConditionalGeneration": _QWEN,

@@ -11,12 +11,12 @@ from oxmoe.sglang.int4_schemes import Scheme
 class Format:
     """The format of a layer's experts."""
 
-    name: str  # as `formats` has it
-    label: str  # in words
-    planned: str  # as `oxmoe.explain` takes it
-    bits: float  # of a weight with its scales
+    name: str  # its name in `formats`
+    label: str  # the format in words
+    planned: str  # its name in `oxmoe.explain`
+    bits: float  # bits of a weight with its scales
     stored: frozenset[str]  # dtypes of its weights in safetensors
-    scheme: Scheme | None = None  # of int4
+    scheme: Scheme | None = None  # how int4 weights are stored
 
     def __str__(self) -> str:
         return self.label

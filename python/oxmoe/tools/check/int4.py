@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from oxmoe.sglang import int4_schemes
 from oxmoe.sglang.int4_schemes import Scheme
-from oxmoe.tools.check.checkpoint import Fields, Refused, shown
+from oxmoe.tools.check.checkpoint import Fields, Refused, patterns
 from oxmoe.tools.check.families import Family, prefixes
 from oxmoe.tools.check.format import Format
 
 # Groups for which SGLang has linear layers that take bf16.
 _LINEAR = (None, 32, 64, 128)
+_W4AFP8_FROM = 90  # SGLang's least GPU of such checkpoints
 
 
 def of_group(group: Fields, config: Fields) -> Format:
@@ -42,12 +42,19 @@ def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], F
     return of_layer
 
 
+def of_w4afp8(gpu: str) -> Format:
+    """Returns the format of the experts of a W4AFP8 checkpoint."""
+    if int(gpu.removeprefix("sm_")) < _W4AFP8_FROM:
+        raise Refused(f"SGLang serves W4AFP8 from sm_{_W4AFP8_FROM} on, not on {gpu}")
+    scheme = Scheme(int4_schemes.W4AFP8, 128, False)
+    return Format("int4", str(scheme), "int4", 4 + 16 / 32, frozenset({"I8", "U8"}), scheme)
+
+
 def _asked(rule: Callable[..., Any], *values: Any) -> Any:
     """Returns what a rule of SGLang's adapters says."""
     try:
-        return rule(*values)
-    except re.error as error:
-        raise Refused(f"dynamic has {shown(error.pattern)}, which is no regular expression: {error}") from error
+        with patterns("quantization_config: dynamic"):
+            return rule(*values)
     except NotImplementedError as error:
         raise Refused(str(error).removeprefix("oxmoe: ")) from error
 

@@ -19,8 +19,13 @@ from oxmoe.tools.check.quantization import Format
 
 HOPPER = "sm_90"
 _MOST_LAYERS = 4096
-# SGLang builds it of linear layers for quantizations that it does not list (QuantMixtralForCausalLM).
+# SGLang builds this class of linear layers for quantizations that it does not list (QuantMixtralForCausalLM).
 _MIXTRAL = "MixtralForCausalLM"
+_CUTLASS = 128  # SGLang's layout for flashinfer_mxfp4 on Hopper rounds it up to this
+_ASSUMED = (
+    "MIXED_PRECISION without quantized_layers: SGLang takes it for W4AFP8. Name the folder with its safetensors, so "
+    "that their dtypes are compared"
+)
 _PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to it
 
 
@@ -35,6 +40,25 @@ class Server:
 
     def __str__(self) -> str:
         return f"SGLang {self.sglang}, --tp-size {self.tp}, --ep-size {self.ep}, {self.gpu}"
+
+
+@dataclass(frozen=True)
+class RankLayer:
+    """One MoE layer of a rank. `python -m oxmoe bench --model` times it."""
+
+    format: str  # its name in `oxmoe.explain`
+    experts: int  # experts of this rank
+    top_k: int
+    hidden: int
+    intermediate: int  # intermediate size of this rank, as oxmoe holds it
+    options: dict[str, Any]  # options of ExpertWeights
+    biases: bool
+    ep: int
+    chosen: int  # experts of the model that a token chooses
+
+    def share(self, tokens: int) -> int:
+        """Returns this rank's mean share of the tokens of a call: as many slots as the rank has on average."""
+        return max(1, round(tokens * self.chosen / (self.ep * self.top_k)))
 
 
 @dataclass
@@ -52,6 +76,7 @@ class Kind:
     times: list[dict[str, float]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    rank_layer: RankLayer | None = None  # the layer of a rank, for MoE layers that are served
 
 
 @dataclass
@@ -68,6 +93,8 @@ class Report:
 
     def json(self) -> dict[str, Any]:
         values = asdict(self)
+        for kind in values["kinds"]:
+            del kind["rank_layer"]
         return {**values.pop("server"), **values, "setting": "moe"}
 
 
@@ -127,7 +154,9 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         text,
         report.architecture,
         family,
+        gpu=server.gpu,
         nvfp4=server.gpu == HOPPER and releases.has_nvfp4(server.sglang),
+        k3_mxfp4=server.gpu == HOPPER and releases.has_cores(server.sglang),
         f16=dtype == "float16",
         fp4_fields=releases.fp4_fields(server.sglang),
     )
@@ -139,6 +168,9 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         activation = family.activation(text, layer)
         activations[repr(activation)] = activation
         groups.setdefault((formats_of(layer), repr(activation)), []).append(layer)
+    if found is not None and found.text("quant_algo") == modelopt.MIXED and not checkpoint.headers:
+        if any(format.scheme is not None for format, _ in groups):
+            report.notes.append(_ASSUMED)
     if report.architecture == _MIXTRAL and (apart := [format for format, _ in groups if not _own_name(format)]):
         raise Refused(f"{apart[0]}: SGLang builds Mixtral without MoE layers for oxmoe's quantization")
     for (format, key), numbers in groups.items():
@@ -148,6 +180,17 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         _compare(kind, format, checkpoint)
     _others(report, text, family, layers, checkpoint, formats_of)
     _flags(report, {format for format, _ in groups}, dtype)
+
+
+def routing(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns how the config's router chooses, as options of topk, as far as the fields say it. Nothing means softmax
+    and top-k."""
+    text = checkpoint.config.within("text_config", "language_config", "llm_config") or checkpoint.config
+    no_aux = text.text("topk_method") == "noaux_tc"
+    if text.text("scoring_func") != "sigmoid" and not no_aux:
+        return {}
+    groups, chosen = (max(1, text.whole(name, default=1)) for name in ("n_group", "topk_group"))
+    return {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": chosen}
 
 
 def _share(experts: _Experts, server: Server) -> tuple[int, int]:
@@ -173,6 +216,10 @@ def _experts(
 ) -> None:
     """Judges MoE layers of one format and activation by the rules of SGLang's adapters."""
     kind.served, kind.taken_by = False, "moe=oxmoe"
+    copies = 1
+    if format is quantization.K3_MXFP4:
+        kind.taken_by, copies = "moe=flashinfer_mxfp4", 2
+        kind.notes.append("the experts are in memory twice: as SGLang lays them out, and as oxmoe does")
     kind.sizes = {"experts": experts.number, "top_k": experts.top_k}
     kind.sizes |= {"hidden": experts.hidden, "intermediate": experts.intermediate}
     try:
@@ -180,12 +227,16 @@ def _experts(
         local, columns = _share(experts, server)
         kind.sizes |= {"experts_per_rank": local, "intermediate_per_rank": columns}
         _check_format(format, options, server)
-        if format is quantization.MXFP4:
-            columns = -(-columns // _PACKED) * _PACKED
+        if format in (quantization.MXFP4, quantization.K3_MXFP4):
+            padded = _PACKED if format is quantization.MXFP4 else _CUTLASS
+            columns = -(-columns // padded) * padded
         _check_sizes(format, experts, columns, server)
         rows = 3 if options["gated"] else 2
-        kind.bytes_per_rank = round(kind.count * local * rows * experts.hidden * columns * format.bits / 8)
-        kind.times = [_time(experts, local, columns, format, options["gated"], count, server) for count in tokens]
+        kind.bytes_per_rank = round(copies * kind.count * local * rows * experts.hidden * columns * format.bits / 8)
+        sizes = (local, min(experts.top_k, local), experts.hidden, columns)
+        layer = RankLayer(format.planned, *sizes, options, family.biases, server.ep, experts.top_k)
+        kind.times = [_time(layer, count, server.gpu) for count in tokens]
+        kind.rank_layer = layer
     except NotImplementedError as error:
         kind.refused.append(str(error).removeprefix("oxmoe: ") + _better(format, experts, server))
     except (Refused, ValueError) as error:
@@ -203,6 +254,8 @@ def _check_format(format: Format, options: dict[str, Any], server: Server) -> No
         raise Refused(f"MXFP8 layers of SGLang are served from sm_90 on, not on {server.gpu}")
     if format is quantization.MXFP4 and "alpha" not in options:
         raise Refused("an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)")
+    if format is quantization.K3_MXFP4 and options.get("situ_linear_beta") is None:
+        raise Refused("--moe-runner-backend flashinfer_mxfp4 serves no SiTU without a bound of up")
     if format.name in ("fp8_block", "fp8_tensor") and options["layout"] == "interleaved":
         raise Refused(f"oxmoe has no kernels for {format.label} with alternating rows of gate and up")
 
@@ -226,18 +279,13 @@ def _better(format: Format, experts: _Experts, server: Server) -> str:
     return ""
 
 
-def _time(
-    experts: _Experts, local: int, columns: int, format: Format, gated: bool, tokens: int, server: Server
-) -> dict[str, float]:
+def _time(layer: RankLayer, tokens: int, gpu: str) -> dict[str, float]:
     """Returns the roofline of one layer on one rank, with its mean share of what tokens choose."""
-    top_k = min(experts.top_k, local)
-    share = max(1, round(tokens * experts.top_k / (server.ep * top_k)))
-    plan = oxmoe.explain(
-        local, top_k, experts.hidden, columns, share, format=format.planned, gated=gated, arch=server.gpu
-    )
+    sizes = (layer.experts, layer.top_k, layer.hidden, layer.intermediate, layer.share(tokens))
+    plan = oxmoe.explain(*sizes, format=layer.format, gated=layer.options["gated"], arch=gpu)
     found = re.search(r"^floor: ([\d.]+) us of memory traffic, ([\d.]+) us of arithmetic$", plan, re.MULTILINE)
     if found is None:
-        raise Refused(f"oxmoe.explain gives no roofline for {server.gpu}")
+        raise Refused(f"oxmoe.explain gives no roofline for {gpu}")
     memory, arithmetic = map(float, found.groups())
     return {"tokens": tokens, "us": max(memory, arithmetic), "memory_us": memory, "arithmetic_us": arithmetic}
 
@@ -288,11 +336,12 @@ def _others(
 def _own_name(format: Format) -> bool:
     """Whether SGLang's name of the quantization stays, or none is needed."""
     plain = format in (quantization.BF16, quantization.F16)
-    return plain or (format.scheme is not None and format.scheme.layout in int4_schemes.METHODS)
+    own = (*int4_schemes.METHODS, int4_schemes.W4AFP8)
+    return plain or (format.scheme is not None and format.scheme.layout in own)
 
 
 def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
-    """Returns what to type besides OXMOE_SGLANG=moe."""
+    """Sets what to type besides OXMOE_SGLANG=moe."""
     server = report.server
     if server.tp > 1:
         report.flags.append(f"--tp-size {server.tp}")
@@ -305,6 +354,8 @@ def _flags(report: Report, found: set[Format], dtype: str | None) -> None:
     if plain:
         mixtral = report.architecture == _MIXTRAL
         report.flags.append("--moe-runner-backend deep_gemm" if mixtral else "--quantization oxmoe")
+    if quantization.K3_MXFP4 in found:
+        report.flags.append("--moe-runner-backend flashinfer_mxfp4")
     if quantization.MXFP4 in found and server.ep > 1 and not releases.layer_decides(server.sglang):
         report.flags.append("--moe-runner-backend triton")
     if remark := untried(server.gpu):

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 from oxmoe.sglang import formats
-from oxmoe.tools.check import releases, skipping
-from oxmoe.tools.check.checkpoint import Fields, Refused, shown
+from oxmoe.tools.check import int4, releases, skipping
+from oxmoe.tools.check.checkpoint import Fields, Refused, patterns, shown
 from oxmoe.tools.check.families import Family, prefixes
 from oxmoe.tools.check.quantization import BF16, FP8_BLOCK, MXFP8, Format, Formats
 
 NVFP4 = Format("nvfp4", "NVFP4 of ModelOpt, bf16 activations", "nvfp4", 4 + 8 / 16, frozenset({"U8"}))
 FP8 = Format("fp8_tensor", "fp8, a scale a matrix, static activations", "fp8_tensor-static", 8, frozenset({"F8_E4M3"}))
 _BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
-_MIXED = "MIXED_PRECISION"
+MIXED = "MIXED_PRECISION"
 _W4A16 = "W4A16_NVFP4"
 _OF_MIXTURES = {"NVFP4": NVFP4, _W4A16: NVFP4, "FP8": FP8, "MXFP8": MXFP8, **dict.fromkeys(_BLOCKS, FP8_BLOCK)}
-_FP8_FROM = 89  # SGLang's least GPU of such checkpoints
+_FP8_FROM = 89  # SGLang's least compute capability for such checkpoints
 OLD_LINEAR = (
     "NVFP4 linear layers, where the checkpoint has some, are for Blackwell alone in this release, and end the start"
 )
@@ -37,8 +37,10 @@ def of_layers(
     if (method is not None and not method.startswith("modelopt")) or algorithm is None:
         return others()
     algorithm = algorithm.upper()
-    if algorithm == _MIXED:
+    if algorithm == MIXED:
         found: Formats = _mixture(config, architecture, family, gpu=gpu, version=version)
+        if not config.values.get("quantized_layers"):
+            return found  # W4AFP8, of which SGLang excludes no experts
     elif algorithm in ("NVFP4", _W4A16) and releases.reads_modelopt(version, algorithm):
         _check_nvfp4(_group_size(config, version), gpu)
         found = _all(NVFP4)
@@ -61,7 +63,8 @@ def _unless(excluded: list[str], found: Formats, left: Formats, family: Family) 
     """Returns `left` for layers that the checkpoint excludes."""
 
     def of_layer(layer: int) -> Format:
-        skipped = any(skipping.modelopt_skips(name, excluded) for name in prefixes(family, layer))
+        with patterns("quantization_config: ignore or exclude_modules"):
+            skipped = any(skipping.modelopt_skips(name, excluded) for name in prefixes(family, layer))
         return (left if skipped else found)(layer)
 
     return of_layer
@@ -99,17 +102,20 @@ def _hybrid(config: Fields, family: Family, others: Callable[[], Formats], *, gp
 
 
 def _mixture(config: Fields, architecture: str, family: Family, *, gpu: str, version: str) -> Formats:
-    """Reads a checkpoint that names a quant_algo for each of its layers."""
+    """Reads a checkpoint that names a quant_algo for each of its layers. SGLang takes one that names none for
+    W4AFP8."""
     given = config.within("quantized_layers")
+    told = releases.tells_mixtures(version)
     if given is None or not given.values:
-        raise Refused(f"{_MIXED} without quantized_layers: SGLang refuses it")
+        if config.text("quant_method") == "modelopt_mixed" or (not told and architecture.startswith("NemotronH")):
+            raise Refused(f"{MIXED} without quantized_layers: SGLang refuses it")
+        return _all(int4.of_w4afp8(gpu))
     layers = {name: given.within(name) for name in given.values}
     algorithms = {name: (fields.text("quant_algo") or "").upper() for name, fields in layers.items() if fields}
-    told = releases.tells_mixtures(version)
     ours = not {"NVFP4", _W4A16}.isdisjoint(algorithms.values()) if told else architecture.startswith("NemotronH")
     if config.text("quant_method") != "modelopt_mixed" and not ours:
         why = "without NVFP4 layers" if told else "but of Nemotron-H"
-        raise Refused(f"{_MIXED} {why}: SGLang {version} takes it for W4AFP8")
+        raise Refused(f"{MIXED} {why}: SGLang {version} takes it for W4AFP8")
 
     def of_layer(layer: int) -> Format:
         for prefix in prefixes(family, layer):

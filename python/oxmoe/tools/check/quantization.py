@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from oxmoe.sglang import formats, int4_schemes
 from oxmoe.tools.check import int4, skipping
-from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, shown
+from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, patterns, shown
 from oxmoe.tools.check.families import Family, prefixes
 from oxmoe.tools.check.format import Format
 
@@ -24,16 +24,16 @@ MXFP8 = _format("mxfp8", "MXFP8", 8 + 8 / 32, "F8_E4M3")
 MXFP4 = _format("mxfp4", "MXFP4", 4 + 8 / 32, "U8")
 FP8_MXFP4 = _format("mxfp4", "MXFP4 in an fp8 checkpoint", 4 + 8 / 32, "U8 I8 F4")
 NVFP4 = _format("nvfp4", "NVFP4 of compressed-tensors, bf16 activations", 4 + 8 / 16, "U8")
+K3_MXFP4 = _format("mxfp4", "MXFP4 of compressed-tensors, bf16 activations", 4 + 8 / 32, "U8")
 _ONE_SCALE = "fp8, a scale a matrix, {} activations"
 _CHANNEL = "fp8, a scale a channel, {} activations"
 
-# Format of one layer, by the names that SGLang may have for its experts.
+# Returns the format of a layer by its number.
 Formats = Callable[[int], Format]
 
-_INT4 = "oxmoe takes int4 weights of compressed-tensors, awq and gptq alone"
+_INT4 = "oxmoe takes int4 weights of compressed-tensors, awq, gptq and w4afp8 alone"
 _METHODS = {
     "auto-round": _INT4,
-    "w4afp8": _INT4,
     "moe_wna16": _INT4,
     "bitsandbytes": "oxmoe has no kernels for bitsandbytes' weights",
     "quark": "oxmoe has no kernels for Quark's checkpoints in SGLang",
@@ -65,11 +65,14 @@ def of_layers(
     architecture: str,
     family: Family,
     *,
+    gpu: str,
     nvfp4: bool,
+    k3_mxfp4: bool,
     f16: bool,
     fp4_fields: frozenset[str],
 ) -> Formats:
     """Returns the format of each layer's experts. nvfp4: whether release and GPU have compressed-tensors' NVFP4.
+    k3_mxfp4: whether they have a runner that oxmoe takes over for Kimi-K3's MXFP4.
     f16: whether unquantised layers are f16. fp4_fields: the fields by which an fp8 config can say that experts are
     MXFP4."""
     config, plain = found(checkpoint, text, architecture), F16 if f16 else BF16
@@ -83,9 +86,12 @@ def of_layers(
     if method in ("fp8", "mxfp8"):
         return _fp8(checkpoint, config, architecture, family, fp4_fields)
     if method in formats.COMPRESSED:
-        return _compressed(config, family, nvfp4=nvfp4)
+        return _compressed(config, architecture, family, nvfp4=nvfp4, k3_mxfp4=k3_mxfp4)
     if method in int4_schemes.METHODS:
         return int4.of_layers(config, family, BF16)
+    if method == int4_schemes.W4AFP8:
+        w4afp8 = int4.of_w4afp8(gpu)
+        return lambda layer: w4afp8
     raise Refused(f"quant_method {method}: {_METHODS.get(method, 'is not known')}")
 
 
@@ -93,6 +99,11 @@ def _fp8(
     checkpoint: Checkpoint, config: Fields, architecture: str, family: Family, fp4_fields: frozenset[str]
 ) -> Formats:
     blocks, scheme = config.get("weight_block_size"), config.text("activation_scheme")
+    if config.text("quant_method") == "mxfp8" and formats.has_other_experts(config.values):
+        given = config.get("moe_quant_algo", "moe_quant_format")
+        raise Refused(
+            f"the experts of this MXFP8 checkpoint are {shown(given)}: oxmoe does not take them over in SGLang"
+        )
     if not formats.served_fp8(config.values):
         raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
     mxfp8 = config.text("quant_method") == "mxfp8"
@@ -126,7 +137,7 @@ def _has_fp4(checkpoint: Checkpoint, config: Fields, architecture: str, family: 
     return bool(by)
 
 
-def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
+def _compressed(config: Fields, architecture: str, family: Family, *, nvfp4: bool, k3_mxfp4: bool) -> Formats:
     groups: dict[str, Fields] = {}
     all_groups = config.within("config_groups")
     for name in all_groups.values if all_groups is not None else ():
@@ -134,7 +145,14 @@ def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
         for target in (group.listed("targets", str) if group is not None else None) or ():
             assert group is not None
             groups[target] = group
-    if not formats.compressed_served(config.values, nvfp4=nvfp4):
+    kinds = {formats.compressed_kind(group.values.get("weights")) for group in groups.values()}
+    of_k3 = kinds == {"mxfp4"} and architecture.startswith("KimiK3")
+    if of_k3 and not k3_mxfp4:
+        raise Refused(
+            "Kimi-K3 makes SGLang's own configuration of its MXFP4 experts. oxmoe takes over their runner "
+            "flashinfer_mxfp4, on sm_90 from SGLang 0.5.19 on"
+        )
+    if not of_k3 and not formats.compressed_served(config.values, nvfp4=nvfp4):
         what = "; ".join(dict.fromkeys(_weights(group) for group in groups.values())) or "no config_groups"
         also = "" if nvfp4 else " (NVFP4 from SGLang 0.5.22 on, on sm_90)"
         raise Refused(
@@ -164,10 +182,8 @@ def _compressed(config: Fields, family: Family, *, nvfp4: bool) -> Formats:
 def _check_patterns(entries: list[str]) -> None:
     for entry in entries:
         if entry.startswith("re:"):
-            try:
+            with patterns(shown(entry)):
                 re.compile(entry[3:])
-            except re.error as error:
-                raise Refused(f"{shown(entry)} is no regular expression: {error}") from error
 
 
 def _weights(group: Fields) -> str:
@@ -183,8 +199,9 @@ def _weights(group: Fields) -> str:
 
 def _of_group(group: Fields) -> Format:
     weights, inputs = group.within("weights"), group.within("input_activations")
-    if formats.compressed_kind(weights and weights.values) == "nvfp4":
-        return NVFP4
+    kind = formats.compressed_kind(weights and weights.values)
+    if kind in ("nvfp4", "mxfp4"):
+        return NVFP4 if kind == "nvfp4" else K3_MXFP4
     assert weights is not None
     symmetric = weights.get("symmetric") is not False and not weights.get("dynamic")
     static = inputs is not None and not inputs.get("dynamic")

@@ -25,6 +25,11 @@ def _since(version: str, first: str) -> bool:
     return capabilities.order(version) >= capabilities.order(first)
 
 
+def has_cores(version: str) -> bool:
+    """Whether the release takes MoE runners under names of others, also in place of its own."""
+    return _since(version, "0.5.19")
+
+
 def has_nvfp4(version: str) -> bool:
     """Whether the release has NVFP4 layers of compressed-tensors below Blackwell."""
     return _since(version, "0.5.22")
@@ -35,7 +40,7 @@ def has_nvfp4_linear(version: str) -> bool:
     return _since(version, "0.5.13")
 
 
-# What ModelOpt writes -> the release from which SGLang reads it.
+# ModelOpt's algorithm or form -> the release from which SGLang reads it.
 _MODELOPT = {"hybrid": "0.5.14", "W4A16_NVFP4": "0.5.19", "group_size": "0.5.17"}
 _IN_MIXTURES = {"W4A16_NVFP4": "0.5.15", "MXFP8": "0.5.17", "FP8_PB_WO": "0.5.18", "FP8_BLOCK_SCALES": "0.5.20"}
 

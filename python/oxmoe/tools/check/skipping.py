@@ -37,7 +37,7 @@ def compressed_skips(name: str, ignored: Iterable[str]) -> bool:
 def compressed_target(name: str, targets: Iterable[str]) -> str | None:
     """Returns the target whose config_group counts for one projection of an expert, or None."""
     listed = list(targets)
-    # SGLang gives its layer "FusedMoE" what is said of "Linear".
+    # SGLang applies to its layer "FusedMoE" what the config says of "Linear".
     named = [*listed, "FusedMoE"] if "Linear" in listed and "FusedMoE" not in listed else listed
     by_name = [target for target in named if _matches(name, target, target == name)]
     by_class = [target for target in named if _matches("FusedMoE", target, target.lower() in "fusedmoe")]

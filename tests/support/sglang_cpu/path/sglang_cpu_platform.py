@@ -10,7 +10,7 @@ from typing import Any
 
 
 def activate() -> str:
-    """Entry point of `sglang.srt.platforms`: the class of the platform."""
+    """Entry point of `sglang.srt.platforms`: returns the class of the platform."""
     return f"{__name__}:Platform"
 
 
@@ -37,7 +37,8 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> Any:
-    # Built when SGLang asks for it: while SGLang imports this module, its own platforms are only half imported.
+    # The class is built when SGLang asks for it: while SGLang imports this module, its own platforms are only half
+    # imported.
     if name == "Platform":
         globals()[name] = _platform()
         return globals()[name]
@@ -84,7 +85,7 @@ def _platform() -> type:
 
 
 def _with_classes(platform: type) -> type:
-    """For 0.5.12.post1, which asks for classes where later releases take their own."""
+    """Returns the platform for 0.5.12.post1, which asks for classes where later releases take their own."""
 
     class WithClasses(platform):
         def get_mha_kv_pool_cls(self) -> type:

@@ -1,4 +1,5 @@
-"""Stands for sgl_kernel, from which SGLang 0.5.12.post1 imports names on every machine: all are there, no call is."""
+"""Stands for sgl_kernel, from which SGLang 0.5.12.post1 imports names on every machine. All names exist; none can be
+called."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ __path__: list[str] = []
 
 
 class Missing:
-    """Any name of sgl_kernel."""
+    """Stands for any name of sgl_kernel."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -36,7 +37,7 @@ def __getattr__(name: str) -> Missing:
 
 
 class Submodules(MetaPathFinder, Loader):
-    """Every module of the package, with every name in it."""
+    """Finds every module of the package, with every name in it."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.startswith(f"{__name__}.") else None

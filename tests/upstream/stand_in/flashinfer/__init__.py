@@ -1,4 +1,5 @@
-"""A stand-in for flashinfer in flashinfer's own tests: what oxmoe has is oxmoe's, and every other name skips its test.
+"""A stand-in for flashinfer in flashinfer's own tests: names that oxmoe has are oxmoe's, and every other name skips its
+test.
 
 Every submodule has every name, so that a test file imports whatever path its release has. `served.py` is the list of
 oxmoe's names; a call of any other name ends the test as skipped, with that name.

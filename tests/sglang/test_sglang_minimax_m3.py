@@ -1,0 +1,215 @@
+"""MiniMax-M3's MXFP8 checkpoint in SGLang: its configuration, experts, and the projection that its attention makes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import oxmoe
+from cases import Shape, make_routing, make_x
+from mxfp8_cases import Mxfp8, make_mxfp8
+from oxmoe import quantize
+from oxmoe.testing import same_bits
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers import linear as theirs
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.quantization import fp8, get_quantization_config
+
+from oxmoe.sglang import layers, quantization
+from sglang_server import NEW, argument, installed, only_cores, server
+from test_sglang_fp8 import forward
+
+minimax_m3 = pytest.importorskip("sglang.srt.models.minimax_m3", reason="this SGLang has no MiniMax-M3")
+CHECKPOINT = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+OF_NVFP4 = {**CHECKPOINT, "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}
+SHAPE = Shape("minimax-m3", 8, 2, 128, 96)
+ALPHA, LIMIT = 1.702, 1.25  # the model has 7; here many numbers meet the bound
+NO_GROUP: dict[str, Any] = {} if NEW else {"tp_rank": 0, "tp_size": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _installed() -> None:
+    installed()
+
+
+def config() -> Any:
+    return get_quantization_config("oxmoe").from_config(dict(CHECKPOINT))
+
+
+def test_the_checkpoint_comes_to_us(tmp_path: Path) -> None:
+    """SGLang's settings of this model name its quantization, as a user could."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.model_loader.weight_utils import get_quant_config
+
+    text = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 1}
+    text |= {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 64, "quantization_config": CHECKPOINT}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    with server():
+        model = ModelConfig(model_path=str(tmp_path), dtype="bfloat16", quantization="mxfp8")
+        found = get_quant_config(model, LoadConfig(), {})
+    assert model.quantization == "oxmoe" and isinstance(found, quantization.OxmoeFp8Config) and found.use_mxfp8
+
+
+def test_other_experts_of_an_mxfp8_checkpoint_are_not_claimed() -> None:
+    """MiniMax-M3.1's are NVFP4, by fields that releases before it do not read."""
+    ours = get_quantization_config("oxmoe")
+    for asked in (None, "mxfp8", "minimax_m3_nvfp4"):
+        assert ours.override_quantization_method(dict(OF_NVFP4), asked) is None
+    assert ours.override_quantization_method(dict(CHECKPOINT), "mxfp8") == "oxmoe"
+    with pytest.raises(NotImplementedError, match="no kernel for a checkpoint of mxfp8"):
+        ours.from_config(dict(OF_NVFP4))
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """What a server without redundant and fused shared experts has decided before it builds the model."""
+    with (
+        argument("exec.moe", "ep_num_redundant_experts", 0),
+        argument("exec.moe", "disable_shared_experts_fusion", True),
+    ):
+        yield
+
+
+def block() -> Any:
+    """SGLang's MoE block of the model, as the model makes it."""
+    of_model = SimpleNamespace(
+        num_local_experts=SHAPE.experts,
+        num_experts_per_tok=SHAPE.top_k,
+        hidden_size=SHAPE.hidden,
+        intermediate_size=SHAPE.intermediate,
+        n_shared_experts=None,
+        routed_scaling_factor=2.0,
+        use_routing_bias=True,
+        scoring_func="sigmoid",
+        hidden_act="swigluoai",
+        swiglu_alpha=ALPHA,
+        swiglu_limit=LIMIT,
+    )
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return minimax_m3.MiniMaxM3MoE(of_model, 3, config(), prefix="model.layers.3.block_sparse_moe")
+    finally:
+        torch.set_default_dtype(default)
+
+
+def load(experts: Any, layer: Mxfp8) -> None:
+    """Writes a checkpoint's tensors through SGLang's loader: gate is w1, up is w3."""
+    for suffix, w13, w2 in (("weight", layer.w13, layer.w2), ("weight_scale_inv", layer.w13_scale, layer.w2_scale)):
+        up_down = {"w13": getattr(experts, f"w13_{suffix}"), "w2": getattr(experts, f"w2_{suffix}")}
+        for expert in range(SHAPE.experts):
+            gate, up = w13[expert].chunk(2)
+            for shard, name, tensor in (("w1", "w13", gate), ("w3", "w13", up), ("w2", "w2", w2[expert])):
+                parameter = up_down[name]
+                given = f"experts.{expert}.{shard}.{suffix}"
+                parameter.weight_loader(parameter, tensor, given, shard_id=shard, expert_id=expert)
+    experts.quant_method.process_weights_after_loading(experts)
+
+
+def numbers(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.double() * torch.exp2(scales.double() - 127).repeat_interleave(32, -1)
+
+
+def wanted(layer: Mxfp8, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """By the model's own formula on the dequantised weights, in fp64; gate and up are halves of w13."""
+    w13 = numbers(layer.w13, layer.w13_scale)
+    w2 = numbers(layer.w2, layer.w2_scale)
+    result = torch.zeros(x.shape, dtype=torch.float64)
+    for token in range(x.shape[0]):
+        for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
+            gate, up = (w13[expert] @ x[token].double()).chunk(2)
+            gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+            result[token] += weight * (w2[expert] @ (gate * torch.sigmoid(ALPHA * gate) * (up + 1)))
+    return result
+
+
+@only_cores
+@pytest.mark.parametrize("tokens", [1, 17])
+def test_experts(tokens: int, rng: torch.Generator) -> None:
+    layer, x = make_mxfp8(SHAPE, "cpu", rng), make_x(tokens, SHAPE, torch.bfloat16, "cpu", rng)
+    weights, ids = make_routing("uniform", tokens, SHAPE.experts, SHAPE.top_k, rng)
+    with server(), settled():
+        experts = block().experts
+        assert type(experts.quant_method) is quantization.OxmoeMxfp8MoEMethod
+        load(experts, layer)
+        layers.check_layer(experts)
+        result = forward(experts, x, StandardTopKOutput(weights, ids, None))
+    held = experts.quant_method.weights
+    assert held.format == "mxfp8" and held.w13.data_ptr() == experts.w13_weight.data_ptr()
+    exact = wanted(layer, x, weights, ids)
+    # Activations are rounded to e4m3 twice, each time by 4 of 100 parts. Other rows or bounds give other numbers.
+    assert (result.double() - exact).norm() / exact.norm() < 0.12
+    options = {"alpha": ALPHA, "beta": 1.0, "limit": LIMIT, "layout": "gate_up"}
+    assert same_bits(result, oxmoe.moe(x, layer.weights(**options), weights, ids))
+
+
+def projection(sizes: list[int], rng: torch.Generator) -> Any:
+    """A linear layer of the attention: codes and scales of a checkpoint, through SGLang's loader."""
+    layer = theirs.MergedColumnParallelLinear(
+        128,
+        sizes,
+        bias=False,
+        quant_config=config(),
+        params_dtype=torch.bfloat16,
+        prefix="model.layers.3.p",
+        **NO_GROUP,
+    )
+    for shard, rows in enumerate(sizes):
+        drawn = torch.randn((rows, 128), generator=rng).bfloat16()
+        codes, scales = quantize.mxfp8(drawn, layout="linear")
+        layer.weight.weight_loader(layer.weight, codes, shard)
+        layer.weight_scale_inv.weight_loader(layer.weight_scale_inv, scales.view(rows, 4), shard)
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["UNSUPPORTED", "DEEP_GEMM", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS"])
+def test_the_projection_that_the_attention_joins(
+    backend: str, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
+) -> None:
+    """The model joins the parameters of two projections, and asks their method to prepare them. On Hopper SGLang then
+    prepares them for DeepGEMM, or for what --fp8-gemm-backend names."""
+    found = type(fp8.resolve_mxfp8_dense_gemm_backend())[backend]
+    monkeypatch.setattr(fp8, "resolve_mxfp8_dense_gemm_backend", lambda: found)
+    with server():
+        first, second = projection([64, 32], rng), projection([32, 32], rng)
+        method = first.quant_method
+        assert method.oxmoe and method.use_mxfp8
+        codes, scales = (
+            torch.cat([getattr(layer, name).data.view(torch.uint8) for layer in (first, second)])
+            for name in ("weight", "weight_scale_inv")
+        )
+        weight = codes.view(torch.float8_e4m3fn)
+        joined = minimax_m3._FusedQKVIndexProj(method, weight.clone(), scales.clone(), 128, [96, 64], torch.bfloat16)
+        x = torch.randn((5, 128), generator=rng).bfloat16()
+        assert same_bits(joined(x), oxmoe.mxfp8_linear(x, weight, scales))
+    assert {name for name, _ in joined.named_parameters()} == {"weight", "weight_scale_inv"}
+
+
+@pytest.mark.parametrize("backend", ["DEEP_GEMM", "FLASHINFER_CUTLASS", "FLASHINFER_CUTEDSL"])
+def test_activations_come_as_they_are(backend: str, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> None:
+    """Not in the layout of one of SGLang's kernels, which the model asks the method about."""
+    mxfp8_input = pytest.importorskip("sglang.srt.layers.quantization.mxfp8_input")
+    found = type(fp8.resolve_mxfp8_dense_gemm_backend())[backend]
+    monkeypatch.setattr(fp8, "resolve_mxfp8_dense_gemm_backend", lambda: found)
+    monkeypatch.setattr("sglang.srt.layers.deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0", True)
+    with server():
+        layer = projection([64, 64], rng)
+        theirs_method = fp8.Fp8LinearMethod(layer.quant_method.quant_config)
+        for asks in (mxfp8_input.accepts_mxfp8_swizzled_input, mxfp8_input.accepts_mxfp8_deepgemm_input):
+            assert not asks(layer)
+        layer.quant_method = theirs_method
+        accepted = [
+            asks(layer) for asks in (mxfp8_input.accepts_mxfp8_swizzled_input, mxfp8_input.accepts_mxfp8_deepgemm_input)
+        ]
+        assert any(accepted), "as SGLang's own method would have it"
