@@ -496,7 +496,7 @@ fn read_only_array(operand: &'static str, object: &Bound<'_, PyAny>) -> Result<O
         return Ok(None);
     };
     let strides: Option<Vec<i64>> = field(intern!(py, "strides"))?.extract()?;
-    // As many strides are read as there are sizes.
+    // There must be one stride for each size.
     let whole = |all: &Vec<i64>| all.len() == shape.len() && all.iter().all(|stride| stride % bytes == 0);
     if !read_only || !strides.as_ref().is_none_or(whole) {
         return Ok(None);

@@ -457,7 +457,7 @@ def test_shapes_are_checked(rng: torch.Generator) -> None:
     w13, w2, w13_scale, w2_scale = blocks.operands
     refuse(r"^w13: expected dtype uint8 or int8 or float4_e2m1fn_x2, got bfloat16", w13=w13.bfloat16())
     refuse(r"^w2: expected dtype uint8 .*got int16", w2=w2.short())
-    # As GPT-OSS's checkpoint has them: the error says how to pass them, and so they are taken.
+    # These are the blocks of GPT-OSS's checkpoint. The error says how to pass them, and what it says is taken.
     refuse(
         r"^w13: expected 3 dimensions .* got shape \[4, 192, 4, 16\], .* in blocks; pass w13\.reshape\(4, 192, 64\)",
         w13=w13.view(4, 192, 4, 16),

@@ -217,7 +217,7 @@ def test_revisions(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypat
     stand_in(
         tmp_path / "bin" / "cargo",
         f"""out=$CARGO_TARGET_DIR; mkdir -p $out
-# As cargo does: what was built before stays until a source is newer.
+# This does what cargo does: a build stays until a source is newer.
 if [ -e $out/images.rs ] && [ ! build.rs -nt $out/images.rs ] && [ ! source -nt $out/images.rs ]; then
   echo '{message}' | sed "s|OUT|$out|"; exit
 fi

@@ -137,7 +137,7 @@ def runs(shape: Shape, quantised: Config | None, **options: Any) -> str | None:
 MIXTURE = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
 OF_FP8 = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "FP8"}}
 OF_NVFP4 = {"model.layers.0.mlp.experts.0.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
-# What hf_quant_config.json says -> the words by which `check` names the format or its refusal.
+# Each text of hf_quant_config.json has the words by which `check` names the format or its refusal.
 BESIDE: dict[str, tuple[Config, dict[str, str]]] = {
     "no layers": (MIXTURE, {"w4afp8": "int4 of W4AFP8"}),
     "empty layers": ({**MIXTURE, "quantized_layers": {}}, {"w4afp8": "int4 of W4AFP8"}),

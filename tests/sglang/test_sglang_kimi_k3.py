@@ -61,7 +61,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mxfp4, "interleave_moe_weights_for_sm90_mixed_gemm", of_weights, raising=False)
     monkeypatch.setattr(mxfp4, "interleave_moe_scales_for_sm90_mixed_gemm", of_scales, raising=False)
     monkeypatch.setattr(mxfp4, "_is_cpu", False)
-    # As before the first call of such a layer, which imports SGLang's own function of this runner.
+    # The first call of such a layer imports SGLang's own function of this runner. This is the state before it.
     monkeypatch.delitem(FusedOpPool._fused_funcs, ("none", "flashinfer_mxfp4"), raising=False)
     monkeypatch.setattr("sglang.srt.utils.common.is_sm90_supported", lambda *_: True)
     with server("flashinfer_mxfp4"):

@@ -356,7 +356,8 @@ def draw_bytes(rng: random.Random, generator: torch.Generator) -> Call:
     function = oxmoe.masked_workspace_bytes if masked else oxmoe.workspace_bytes
 
     def check(before: Operands, result: Any) -> None:
-        rows = before["num_rows"] if masked else before["num_tokens"] * before["top_k"]
+        # A mutated number may be a tensor of a narrow integer type, whose products would wrap.
+        rows = int(before["num_rows"]) if masked else int(before["num_tokens"]) * int(before["top_k"])
         # The rows of GEMM1 and GEMM2 alone take 2 x 16 bf16 each.
         assert isinstance(result, int) and result >= rows * (32 if masked else 64), f"{result} bytes for {rows} rows"
         assert result % 256 == 0, f"{result} bytes"
@@ -396,7 +397,7 @@ def draw_allreduce_bytes(rng: random.Random, generator: torch.Generator) -> Call
     }
 
     def check(before: Operands, result: Any) -> None:
-        message = before["max_token_num"] * before["hidden_dim"] * (4 if before["dtype"] == "float32" else 2)
+        message = int(before["max_token_num"]) * int(before["hidden_dim"]) * (4 if before["dtype"] == "float32" else 2)
         assert isinstance(result, int), result
         assert result >= (message if before.get("device", "cpu") == "cuda" else 0), (
             f"{result} bytes for messages of {message}"

@@ -246,7 +246,7 @@ static void launch(void (*run)(), uint32_t threads, uint32_t grid, uint64_t seed
     }
 }
 
-// What all lanes of the warp brought.
+// The array holds what all lanes of the warp brought.
 static uint32_t exchanged[32][2][32][8];
 template <typename Words>
 static const uint32_t (*exchange(const Words& words))[8] {
@@ -397,7 +397,7 @@ static void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) {
 static void mov_b32_and_mov_b32_and_mov_b32(uint32_t& low, uint32_t& high, uint32_t word) {
     low = (word & 0xFFFF) * 0x10001, high = (word >> 16) * 0x10001;
 }
-// Of the only table that is used, 0xEA.
+// Only the table 0xEA is used.
 static void lop3_b32(uint32_t& r, uint32_t a, uint32_t b, uint32_t c) { r = (a & b) | c; }
 static void prmt_b32(uint32_t& r, uint32_t a, uint32_t b, uint32_t selector) { r = __byte_perm(a, b, selector); }
 template <typename Function>

@@ -113,7 +113,7 @@ static void meet(Meeting& meeting, int threads) {
 }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
 static void converge() { meet(ctas[self->cta].warps[threadIdx.x / 32], 32); }
-// What all lanes of the warp brought.
+// The array holds what all lanes of the warp brought.
 template <typename T>
 static std::array<T, 32> exchange(const T& value) {
     auto& lanes = ctas[self->cta].lanes[threadIdx.x / 32];
@@ -270,7 +270,7 @@ inline void copy_async_arrive(uint64_t* barrier) {
         barrier_arrive(barrier);
     });
 }
-// What it reads must not change any more.
+// The copy may read its source until it is waited for, so the source must not change any more.
 inline void copy_later(void* to, const void* from, int bytes) {
     memset(to, 0xFF, bytes);
     Copy& copy = self->copies.emplace_back(static_cast<uint8_t*>(to), from, bytes);

@@ -114,7 +114,7 @@ extern "C" void {name}(const oxmoe::{parameters}* p, uint32_t grid, bool togethe
             for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) oxmoe::{kernel}::run(*p);
         return;
     }}
-    // The same 32 threads for one warp after the other: starting them takes longer than a warp does.
+    // 32 threads run one warp after the other, since starting threads takes longer than a warp does.
     pthread_barrier_init(&warp, nullptr, 32);
     std::vector<std::thread> lanes;
     for (uint32_t lane = 0; lane < 32; ++lane)

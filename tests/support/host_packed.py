@@ -89,7 +89,7 @@ struct Probe {
         }
     }
 
-    // What a row of GEMM1's output is: bytes of the weights' codes that differ from row to row and tile to tile.
+    // A row of GEMM1's output is made of bytes of the weights' codes, which differ from row to row and tile to tile.
     static const uint8_t* row_of(const oxmoe::GemmPairParams& p, const WorkUnit& work, int n, int tile) {
         return p.up.weights + (size_t(work.expert) * ((p.up.rows + 63) / 64) + tile) * 512 + (work.first + n) % 24 * 16;
     }

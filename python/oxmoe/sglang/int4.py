@@ -273,7 +273,7 @@ class _Int4Experts:
             return method
         name = str(self.checkpoint.get("quant_method", "")).upper()
         raise NotImplementedError(
-            f"oxmoe: {prefix} is a linear layer of {name}, for which SGLang has kernels of f16 alone here, and oxmoe's "
+            f"oxmoe: {prefix} is a linear layer of {name}, which SGLang runs in f16 alone here, and oxmoe's "
             f"experts need bf16; serve this model without moe, or a checkpoint that leaves its linear layers unquantised"
         )
 
