@@ -201,9 +201,12 @@ def test_runner_takes_interleaved_rows(ours: Any, device: str, rng: torch.Genera
 
 @only_cores
 @pytest.mark.parametrize("name", ["oxmoe", "triton_kernel", "deep_gemm", "flashinfer_mxfp4"])
-def test_core_names_its_backend(name: str) -> None:
+def test_core_names_its_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.moe.moe_runner.base import FusedOpPool
     from sglang.srt.layers.moe.utils import resolve_moe_runner_backend
 
+    # Another test of this process may have imported SGLang's module that registers this function. A server has not.
+    monkeypatch.delitem(FusedOpPool._fused_funcs, ("none", name), raising=False)
     with server(name):
         runner = MoeRunner(resolve_moe_runner_backend(name), MoeRunnerConfig())
     assert runner.runner_core.oxmoe and runner.runner_core.runner_backend.value == name
