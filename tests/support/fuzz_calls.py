@@ -6,6 +6,7 @@ the operands as they were before the call, so what a mutation made of them is ju
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -417,6 +418,34 @@ def draw_selection(
     return operands
 
 
+def groups_that_tie(options: Operands, got_ids: Tensor) -> Tensor:
+    """Returns the rows in which the worst group that is kept and the best one that is not differ by rounding alone:
+    large logits have sigmoids of almost 1. The chosen experts of such a row must still be of groups that may be kept.
+    """
+    count, kept = int(options.get("num_expert_group", 0)), int(options.get("topk_group", 0))
+    logits, bias = options["router_logits"], options.get("correction_bias")
+    tokens, experts = logits.shape
+    if not 0 < kept < count or tokens == 0:
+        return torch.zeros(tokens, dtype=torch.bool)
+    zeros = torch.zeros(experts)
+    choice = reference.choice_values(
+        logits, scoring_func=options["scoring_func"], correction_bias=zeros if bias is None else bias
+    )
+    best = choice.view(tokens, count, experts // count).sort(-1, descending=True).values
+    top2 = options.get("group_score", "max" if bias is None else "top2") == "top2"
+    score = best[..., 0] + best[..., 1] if top2 else best[..., 0]
+    ordered = score.sort(1, descending=True).values
+    room = 1e-6 * ordered[:, kept].abs().clamp(min=1e-30)
+    ties = ordered[:, kept - 1] - ordered[:, kept] <= room
+    for row in ties.nonzero().flatten().tolist():
+        chosen = [i for i in got_ids[row].tolist() if 0 <= i < experts]
+        assert len(chosen) == len(set(chosen)), f"token {row} has an expert twice: {chosen}"
+        worst = min((float(score[row, i // (experts // count)]) for i in chosen), default=math.inf)
+        least = float(ordered[row, kept] - room[row])
+        assert worst >= least, f"token {row} has an expert of a group with score {worst}, and {least} is kept"
+    return ties
+
+
 def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
     tokens, experts = draw_tokens(rng), rng.choice((1, 2, 4, 6, 8, 16, 33, 60, 64, 128, 160, 256, 512, 896))
     top_k = rng.randint(1, min(experts, 9))
@@ -443,6 +472,9 @@ def draw_topk(rng: random.Random, generator: torch.Generator) -> Call:
         weights, ids = reference.topk(**options)
         got_weights, got_ids = (as_torch(part) for part in result)
         assert got_weights.shape == weights.shape and got_ids.shape == ids.shape, f"shape {tuple(got_ids.shape)}"
+        decided = ~groups_that_tie(options, got_ids)
+        weights, ids, got_weights, got_ids = (part[decided] for part in (weights, ids, got_weights, got_ids))
+        options["router_logits"] = options["router_logits"][decided]
         # If two scores differ by their rounding, either choice is right: the score of the chosen expert decides.
         if not torch.equal(got_ids, ids):
             names = ("scoring_func", "correction_bias", "num_expert_group", "topk_group", "group_score")
