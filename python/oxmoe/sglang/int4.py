@@ -274,7 +274,7 @@ class _Int4Experts:
         name = str(self.checkpoint.get("quant_method", "")).upper()
         raise NotImplementedError(
             f"oxmoe: {prefix} is a linear layer of {name}, which SGLang runs in f16 alone here, and oxmoe's "
-            f"experts need bf16; serve this model without moe, or a checkpoint that leaves its linear layers unquantised"
+            "experts need bf16; serve this model without moe, or a checkpoint whose linear layers are not quantised"
         )
 
 
