@@ -38,6 +38,8 @@ def test_comments_begin_with_their_subject(path: Path) -> None:
 
 
 def test_a_comment_without_a_subject_is_found() -> None:
-    code = "let a = 1;\n/// Of every expert.\nfn f() {\n    // The tables are copied.\n    // As many as there are.\n}\n"
+    code = (
+        "let a = 1;\n/// Of every expert.\nfn f() {\n    // The tables are copied.\n    // As many as there are.\n}\n"
+    )
     assert headless(code, ".rs") == ["2: /// Of every expert."]
     assert headless("x = 1\n# What it reads.\ny = 2  # Of x\n", ".py") == ["2: # What it reads."]
