@@ -156,8 +156,8 @@ def test_all_reduce_counts_the_slowest_rank(graphs: list[float], monkeypatch: py
     monkeypatch.setattr(allreduce, "REPLAYS", len(TIMES))
     for of_others, expected in (
         ([], TIMES),
-        ([[0.5, 11.0, 11.5], [1.0, 1.0, 99.0]], [0.5, 11.0, 11.5]),
-        ([[1.0, 1.0, 99.0]], TIMES),
+        ([[0.5, 1.0, 11.0, 11.5, 12.0], [1.0, 1.0, 1.0, 99.0, 99.0]], [0.5, 1.0, 11.0, 11.5, 12.0]),
+        ([[1.0, 1.0, 1.0, 99.0, 99.0]], TIMES),
     ):
         others[:] = of_others
         graphs += [us * allreduce.CALLS * 1e-3 for us in TIMES]

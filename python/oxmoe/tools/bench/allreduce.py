@@ -69,7 +69,7 @@ class Clock:
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / CALLS)
         now = clocks("cuda")
-        everybody = [torch.empty(REPLAYS, dtype=torch.float64) for _ in range(dist.get_world_size(self.group))]
+        everybody = [torch.empty(len(times), dtype=torch.float64) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(everybody, torch.tensor(times, dtype=torch.float64), group=self.group)
         return slowest([others.tolist() for others in everybody], now)
 
