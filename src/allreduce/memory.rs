@@ -238,7 +238,7 @@ impl HostWords {
         unsafe { AtomicU64::from_ptr(self.0.add(i)) }
     }
 
-    /// What a kernel wrote before this word is seen by reads after this one.
+    /// Reads after this one see everything that a kernel wrote before this word.
     pub fn read(&self, i: usize) -> u64 {
         self.word(i).load(Ordering::Acquire)
     }

@@ -188,7 +188,7 @@ def test_rounds_of_two_servers_alternate(
         "--work",
         str(tmp_path / "work"),
     ]
-    # What somebody else has left in the folder stays.
+    # A file that somebody else has left in the folder stays.
     (tmp_path / "work").mkdir(mode=0o755)
     (tmp_path / "work" / "kept").touch()
     monkeypatch.setattr(sys, "argv", arguments + ["--together"] * together)
