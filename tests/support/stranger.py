@@ -137,7 +137,7 @@ def main(uid: int, mode: str, text: str, seconds: float) -> None:
     if mode == "flood":
         os.fork()
     print("begun", flush=True)
-    held = []
+    held: list[socket.socket] = []
     while time.monotonic() < end:
         for kind, address in targets:
             if mode == "flood":
