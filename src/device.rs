@@ -258,7 +258,8 @@ impl Current {
 impl Drop for Current {
     fn drop(&mut self) {
         if let Some(previous) = self.previous {
-            // SAFETY: this context was current on this thread before. A failure to restore it leaves ours current, which is harmless.
+            // SAFETY: this context, or none (null), was current on this thread before. A failure to restore it leaves ours current, which is
+            // harmless.
             let _ = unsafe { result::ctx::set_current(previous) };
         }
     }

@@ -2,9 +2,9 @@
 
 It runs in SGLang's environment, beside the output of checkpoint.py:
 
-    python benches/sglang/checkpoint.py /tmp/qwen qwen && mkdir -p /tmp/out
-    python benches/sglang/decode.py /tmp/qwen qwen off /tmp/out
-    python benches/sglang/decode.py /tmp/qwen qwen on /tmp/out
+    python benches/sglang/checkpoint.py qwen-4 qwen && mkdir -p out
+    python benches/sglang/decode.py qwen-4 qwen off out
+    python benches/sglang/decode.py qwen-4 qwen on out
 
 `on` compares with the results that `off` left in OUT: tokens when each feeds its own, tokens and logits when both are
 fed the same, and a decode step's time. The random model's next tokens stand out as a trained one's do (checkpoint.py).
@@ -204,7 +204,7 @@ with torch.no_grad():
             if os.path.exists(f"{out}/{kind}-off.pt"):
                 break
             time.sleep(0.5)
-        off = torch.load(f"{out}/{kind}-off.pt")
+        off = torch.load(f"{out}/{kind}-off.pt", weights_only=True)
         for count in (4, 16):
             theirs, ours = off[count]["tokens"], result[count]["tokens"]
             equal = theirs == ours

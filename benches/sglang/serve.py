@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -507,15 +508,22 @@ def main() -> int:
     )
     parser.add_argument("--server-args", default=OPTIONS, help="options of every server")
     parser.add_argument("--commit", default=None, help="of oxmoe, for the rows")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/oxmoe-serve"), help="for checkpoints and caches")
+    parser.add_argument(
+        "--work", type=Path, help="where a folder for checkpoints and caches is made, which is removed at the end"
+    )
     arguments = parser.parse_args()
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(arguments.work, ignore_errors=True)
     # SIGTERM ends the servers, too, and not only the client.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run = Run(arguments)
-    run.all()
+    if arguments.work is not None:
+        arguments.work = arguments.work.resolve()
+        arguments.work.mkdir(parents=True, exist_ok=True)
+    # The folder is new and this user's alone (0700): a name that others know could be theirs already.
+    with tempfile.TemporaryDirectory(prefix="oxmoe-serve-", dir=arguments.work, ignore_cleanup_errors=True) as folder:
+        arguments.work = Path(folder)
+        run = Run(arguments)
+        run.all()
     import serve_table
 
     _say(serve_table.render(run.rows))

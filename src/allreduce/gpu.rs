@@ -206,7 +206,8 @@ impl AllReduceMemory {
                         if number < 0 {
                             contract!("descriptors: rank {peer}'s is missing");
                         }
-                        // SAFETY: the number is not -1. A descriptor that is not open is found when it is duplicated.
+                        // SAFETY: the number is not -1, and it is used once, to be duplicated. That is an error if it is not open. If the
+                        // caller closes it meanwhile, another file may be duplicated, which `memory::open` looks at.
                         let theirs = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
                         let Ok(theirs) = theirs.try_clone_to_owned() else {
                             contract!("descriptors: rank {peer}'s ({number}) is not open");

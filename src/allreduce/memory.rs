@@ -9,6 +9,7 @@ use std::ffi::c_void;
 use std::fs::{File, Metadata};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 const POSIX_FD: sys::CUmemAllocationHandleType =
     sys::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
@@ -205,9 +206,9 @@ fn size(gpu: &Gpu, prop: &sys::CUmemAllocationProp, bytes: u64) -> Result<usize>
 
 /// Words of host memory that kernels write and the host reads without a driver call.
 pub struct HostWords(*mut u64);
-// SAFETY: every thread reads and writes the words as volatile words.
+// SAFETY: the memory belongs to no thread, and it is freed once, by `drop`.
 unsafe impl Send for HostWords {}
-// SAFETY: every thread reads and writes the words as volatile words.
+// SAFETY: threads read and write the words as atomic numbers alone; see `word`.
 unsafe impl Sync for HostWords {}
 
 impl HostWords {
@@ -229,16 +230,21 @@ impl HostWords {
         self.0
     }
 
-    pub fn read(&self, i: usize) -> u64 {
+    /// Kernels write whole words as well, and the host never sees half of one.
+    fn word(&self, i: usize) -> &AtomicU64 {
         assert!(i < Self::COUNT);
-        // SAFETY: word i is inside the allocation.
-        unsafe { self.0.add(i).read_volatile() }
+        // SAFETY: word i is inside the allocation, which is aligned for words and lives as long as self. The host uses it by this function
+        // alone.
+        unsafe { AtomicU64::from_ptr(self.0.add(i)) }
+    }
+
+    /// Reads after this one see everything that a kernel wrote before this word.
+    pub fn read(&self, i: usize) -> u64 {
+        self.word(i).load(Ordering::Acquire)
     }
 
     pub fn write(&self, i: usize, word: u64) {
-        assert!(i < Self::COUNT);
-        // SAFETY: word i is inside the allocation.
-        unsafe { self.0.add(i).write_volatile(word) }
+        self.word(i).store(word, Ordering::Release);
     }
 }
 

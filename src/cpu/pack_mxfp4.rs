@@ -1,5 +1,6 @@
 //! The kernels of csrc/quant/pack_mxfp4.cuh on host memory.
 
+use super::{slice, slice_mut};
 use crate::parallel::*;
 use crate::params::{PackMxfp4Params, W13Layout};
 use crate::quant::mxfp4;
@@ -22,36 +23,21 @@ fn source_row(p: &PackMxfp4Params, slice: usize, g: usize, half: usize) -> Optio
     })
 }
 
-/// The tensors of `p` as slices.
-struct Tensors<'a> {
-    codes: &'a mut [u8],
-    scales: &'a mut [u8],
-    packed_codes: &'a mut [u8],
-    packed_scales: &'a mut [u8],
-    expert_scales: &'a mut [f32],
+/// Numbers of elements that the tensors of `p` have.
+struct Sizes {
+    codes: usize,
+    scales: usize,
+    packed_codes: usize,
+    packed_scales: usize,
+    experts: usize,
 }
 
-/// # Safety
-/// Every pointer is to as much memory as `PackMxfp4Params` says, and nobody else uses that memory.
-unsafe fn tensors(p: &PackMxfp4Params) -> Tensors<'_> {
-    // SAFETY: the caller's contract. A pointer is null only if `count` is 0.
-    unsafe fn slice<'a, T>(data: *mut T, count: usize) -> &'a mut [T] {
-        match count {
-            0 => &mut [],
-            // SAFETY: `data` has `count` elements, by the caller's contract.
-            _ => unsafe { std::slice::from_raw_parts_mut(data, count) },
-        }
-    }
-    let (extent, scaled) = (Extent::of(mxfp4::FORM, p), p.experts as usize * p.rows as usize * p.row_blocks as usize);
-    // SAFETY: the pointers have the sizes that `PackMxfp4Params` says, by the caller's contract.
-    unsafe {
-        Tensors {
-            codes: slice(p.codes, scaled * SCALED_BYTES),
-            scales: slice(p.scales, scaled),
-            packed_codes: slice(p.packed_codes, extent.code_bytes()),
-            packed_scales: slice(p.packed_scales, extent.scale_bytes()),
-            expert_scales: slice(p.expert_scales, p.experts as usize),
-        }
+impl Sizes {
+    fn of(p: &PackMxfp4Params) -> Sizes {
+        let (extent, experts) = (Extent::of(mxfp4::FORM, p), p.experts as usize);
+        let scales = experts * p.rows as usize * p.row_blocks as usize;
+        let (packed_codes, packed_scales) = (extent.code_bytes(), extent.scale_bytes());
+        Sizes { codes: scales * SCALED_BYTES, scales, packed_codes, packed_scales, experts }
     }
 }
 
@@ -82,11 +68,20 @@ fn for_each_code(half: usize, mut f: impl FnMut(usize, usize, usize, usize, usiz
 /// Writes the experts' factors, then codes and scales.
 ///
 /// # Safety
-/// The pointers are valid as `PackMxfp4Params` says, and nobody else reads or writes that memory.
+/// The pointers are valid as `PackMxfp4Params` says. Nobody writes to codes and scales meanwhile, and nobody else uses the memory of the
+/// packed tensors and of the factors.
 pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
-    // SAFETY: the caller's contract.
-    let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
-    let (codes, scales) = (&*codes, &*scales);
+    let sizes = Sizes::of(p);
+    // SAFETY: the caller's contract. Codes and scales are only read, so they may overlap.
+    let (codes, scales) = unsafe { (slice(p.codes, sizes.codes), slice(p.scales, sizes.scales)) };
+    // SAFETY: the caller's contract. These tensors are apart from everything else.
+    let (packed_codes, packed_scales, expert_scales) = unsafe {
+        (
+            slice_mut(p.packed_codes, sizes.packed_codes),
+            slice_mut(p.packed_scales, sizes.packed_scales),
+            slice_mut(p.expert_scales, sizes.experts),
+        )
+    };
     let (extent, row_blocks, k) = (Extent::of(mxfp4::FORM, p), p.row_blocks as usize, p.k as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     expert_scales.par_iter_mut().enumerate().for_each(|(expert, expert_scale)| {
@@ -157,11 +152,20 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
 /// The inverse of `pack_mxfp4`: writes codes and scales of every row, in whole scaled groups.
 ///
 /// # Safety
-/// The pointers are valid as `PackMxfp4Params` says, and nobody else reads or writes that memory.
+/// The pointers are valid as `PackMxfp4Params` says. Nobody writes to the packed tensors and the factors meanwhile, and nobody else uses
+/// the memory of codes and scales.
 pub unsafe fn unpack_mxfp4(p: &PackMxfp4Params) {
-    // SAFETY: the caller's contract.
-    let Tensors { codes, scales, packed_codes, packed_scales, expert_scales } = unsafe { tensors(p) };
-    let (packed_codes, packed_scales, expert_scales) = (&*packed_codes, &*packed_scales, &*expert_scales);
+    let sizes = Sizes::of(p);
+    // SAFETY: the caller's contract. The packed tensors and the factors are only read, so they may overlap.
+    let (packed_codes, packed_scales, expert_scales) = unsafe {
+        (
+            slice(p.packed_codes, sizes.packed_codes),
+            slice(p.packed_scales, sizes.packed_scales),
+            slice(p.expert_scales, sizes.experts),
+        )
+    };
+    // SAFETY: the caller's contract. These tensors are apart from everything else.
+    let (codes, scales) = unsafe { (slice_mut(p.codes, sizes.codes), slice_mut(p.scales, sizes.scales)) };
     let (extent, rows, row_blocks) = (Extent::of(mxfp4::FORM, p), p.rows as usize, p.row_blocks as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     if codes.is_empty() {

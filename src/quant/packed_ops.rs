@@ -128,7 +128,7 @@ pub fn unpack_mxfp4<'py>(
             check_vectors(name, tensor)?;
         }
         if from.place == Place::Cpu {
-            // SAFETY: the tensor is contiguous fp32, and only this code reads it.
+            // SAFETY: the tensor is contiguous fp32, and the caller lends it: nobody writes to it meanwhile.
             let factors: &[f32] = unsafe { elements("expert_scales", &factors)? };
             let is_power = |x: f32| x.to_bits() << 9 == 0 && (1.0..=2f32.powi(126)).contains(&x);
             if let Some(wrong) = factors.iter().find(|&&x| !is_power(x)) {

@@ -472,3 +472,54 @@ def test_names_values_and_signatures() -> None:
             assert inspect.signature(function)
     for name in ("is_buffer_size_sufficient", "destroy"):
         assert inspect.signature(getattr(oxmoe.AllReduceFusionWorkspace, name))
+
+
+# Errors of a connection
+
+
+class Failing:
+    """A process group of two ranks. Everything fails with an error of these arguments."""
+
+    def __init__(self, *args: str) -> None:
+        self.args = args
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+    def send(self, *_: Any) -> Any:
+        raise RuntimeError(*self.args)
+
+    recv = wait = send
+
+
+@pytest.mark.parametrize(
+    ("args", "shown"),
+    [
+        ([], "RuntimeError"),
+        ([""], "RuntimeError"),
+        (["\n \n"], "RuntimeError"),
+        (["\n  closed \nby whom"], "closed"),
+        (["closed"], "closed"),
+    ],
+    ids=repr,
+)
+def test_errors_of_a_connection_without_a_text(args: list[str], shown: str) -> None:
+    from oxmoe.allreduce.exchange import GroupLink, PeerLost
+
+    group = Failing(*args)
+    link = GroupLink(group)
+    link.reserve(4)
+    end = time.monotonic() + 20
+    calls: list[Callable[[], Any]] = [
+        lambda: link.post(b"header"),
+        lambda: link.headers(end, 4, lambda _: False),
+        lambda: link.agree(end),
+        lambda: link._wait(1, group, end),
+    ]
+    for call in calls:
+        with pytest.raises(PeerLost) as lost:
+            call()
+        assert str(lost.value) == f"the connection is lost ({shown})" and lost.value.peer == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import hmac
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -102,16 +103,16 @@ def nothing_is_left_open() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stranger(uid: int, mode: str, seconds: float = 0) -> Iterator[str]:
-    """Starts a stranger, and yields its first line."""
-    command = [sys.executable, str(STRANGER), str(uid), mode, "a stranger's", str(seconds)]
+def stranger(uid: int, mode: str, seconds: float = 0, text: str = "a stranger's") -> Iterator[tuple[str, IO[str]]]:
+    """Starts a stranger, and yields its first line and the rest of its output."""
+    command = [sys.executable, str(STRANGER), str(uid), mode, text, str(seconds)]
     # The stranger has a group of its own, because a flood has two processes.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         assert process.stdout is not None
         try:
             line = process.stdout.readline()
             assert line, "the stranger could not run"
-            yield line
+            yield line, process.stdout
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
@@ -138,7 +139,7 @@ def test_a_stranger_is_not_taken_for_a_rank(uid: int) -> None:
     tried = []
 
     def between(_: list[str]) -> None:
-        with stranger(uid, "claim") as line:
+        with stranger(uid, "claim") as (line, _):
             tried.append(int(line))
 
     assert meet(2, between) == right(2)
@@ -210,14 +211,31 @@ def test_sockets_whose_close_waits(uid: int, comes: bool) -> None:
 # Connections of a process that has a rank's own credentials: this one.
 
 
+# The protocol is written here a second time, so that a change of one side's form or proofs is seen.
+
+
 def secret_of(text: str) -> bytes:
     return bytes.fromhex(text.split()[2])
 
 
-def send(text: str, data: bytes, descriptors: int) -> socket.socket:
-    """Sends a message to the mailbox of a card. Returns the stranger's end of the connection."""
+def proof(secret: bytes, message: str, rank: int, *numbers: bytes) -> bytes:
+    return hmac.digest(secret, f"oxmoe-mailbox-2 {message} {rank} ".encode() + b"".join(numbers), "sha256")
+
+
+OURS = bytes(range(32))
+
+
+def hello(secret: bytes, rank: int) -> bytes:
+    return struct.pack("<I", rank) + OURS + proof(secret, "hello", rank, OURS)
+
+
+def reach(text: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.connect(f"\0oxmoe-{text.split()[1]}")
+    return connection
+
+
+def send(connection: socket.socket, data: bytes, descriptors: int = 0) -> None:
     memory = os.memfd_create("stranger")
     os.write(memory, b"a stranger's")
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [memory] * descriptors))
@@ -225,7 +243,6 @@ def send(text: str, data: bytes, descriptors: int) -> socket.socket:
         connection.sendmsg([data], [rights] if descriptors else [])
     finally:
         os.close(memory)
-    return connection
 
 
 def answer(connection: socket.socket) -> bytes:
@@ -237,67 +254,176 @@ def answer(connection: socket.socket) -> bytes:
             return b""
 
 
-def message(secret: bytes, rank: int) -> bytes:
-    return struct.pack("<32sI", secret, rank)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         "secret",
-        "last bit of the secret",
-        "its own secret",
+        "last bit of the proof",
+        "own secret",
+        "proof of a parcel",
+        "proof of another rank",
+        "proof of another number",
         "short",
         "long",
         "empty",
         "very long",
-        "no descriptor",
-        "two descriptors",
+        "1 descriptors",
         "200 descriptors",
         "rank itself",
         "rank beyond",
         "rank -1",
     ],
 )
-def test_messages_that_do_not_fit(wrong: str) -> None:
+def test_first_messages_that_do_not_fit(wrong: str) -> None:
     held = []
 
     def between(texts: list[str]) -> None:
         secret = secret_of(texts[0])
-        data, count = message(secret, 1), 1
+        data, count = hello(secret, 1), 0
         if wrong == "secret":
-            data = message(b"\0" * 32, 1)
-        elif wrong == "last bit of the secret":
-            data = message(secret[:-1] + bytes([secret[-1] ^ 1]), 1)
-        elif wrong == "its own secret":
-            data = message(secret_of(texts[1]), 1)
+            data = hello(b"\0" * 32, 1)
+        elif wrong == "last bit of the proof":
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        elif wrong == "own secret":
+            data = hello(secret_of(texts[1]), 1)
+        elif wrong == "proof of a parcel":
+            data = data[:36] + proof(secret, "parcel", 1, OURS)
+        elif wrong == "proof of another rank":
+            data = data[:36] + proof(secret, "hello", 2, OURS)
+        elif wrong == "proof of another number":
+            data = data[:36] + proof(secret, "hello", 1, b"\0" * 32)
         elif wrong in ("short", "long", "empty", "very long"):
-            data = {"short": data[:-1], "long": data + b"\0", "empty": b"", "very long": data * 2000}[wrong]
-        elif wrong.endswith(("descriptor", "descriptors")):
-            count = {"no": 0, "two": 2, "200": 200}[wrong.split()[0]]
+            data = {"short": data[:-1], "long": data + b"\0", "empty": b"", "very long": data * 1000}[wrong]
+        elif wrong.endswith("descriptors"):
+            count = int(wrong.split()[0])
         else:
-            data = message(secret, {"itself": 0, "beyond": 2, "-1": 2**32 - 1}[wrong.split()[1]])
-        held.append(send(texts[0], data, count))
+            data = hello(secret, {"itself": 0, "beyond": 2, "-1": 2**32 - 1}[wrong.split()[1]])
+        held.append(reach(texts[0]))
+        send(held[0], data, count)
 
     assert meet(2, between) == right(2)
     # It was closed and nothing was said.
     assert answer(held[0]) == b""
 
 
+class Guests:
+    """Connections to rank 0's mailbox that know its secret. Each sends the first message, and `parcel` once the rank
+    has answered."""
+
+    def __init__(self, parcels: list[Callable[[bytes, bytes], tuple[bytes, int]]]) -> None:
+        self.parcels = parcels
+        self.answers: list[bytes] = []
+        self.thread: threading.Thread | None = None
+
+    def come(self, texts: list[str]) -> None:
+        secret = secret_of(texts[0])
+        connections = [reach(texts[0]) for _ in self.parcels]
+        for connection in connections:
+            connection.settimeout(20)
+            send(connection, hello(secret, 1))
+
+        def rest() -> None:
+            seen = [connection.recv(100) for connection in connections]
+            for connection, number, parcel in zip(connections, seen, self.parcels, strict=True):
+                assert number[32:] == proof(secret, "answer", 1, OURS, number[:32])
+                with contextlib.suppress(BrokenPipeError):
+                    send(connection, *parcel(secret, number[:32]))
+            self.answers += [answer(connection) for connection in connections]
+            assert len(set(seen)) == len(seen)
+
+        self.thread = threading.Thread(target=rest)
+        self.thread.start()
+
+    def gone(self) -> list[bytes]:
+        assert self.thread is not None
+        self.thread.join(30)
+        return self.answers
+
+
+def fitting(secret: bytes, number: bytes) -> tuple[bytes, int]:
+    return proof(secret, "parcel", 1, OURS, number), 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    ["the first message again", "another number", "the answer's", "short", "long", "no descriptor", "two", "200"],
+)
+def test_second_messages_that_do_not_fit(wrong: str) -> None:
+    """A recorded first message is answered, but it is worth nothing without the proof for the owner's new number."""
+
+    def parcel(secret: bytes, number: bytes) -> tuple[bytes, int]:
+        data, _ = fitting(secret, number)
+        return {
+            "the first message again": (hello(secret, 1), 1),
+            "another number": (proof(secret, "parcel", 1, OURS, b"\0" * 32), 1),
+            "the answer's": (proof(secret, "answer", 1, OURS, number), 1),
+            "short": (data[:-1], 1),
+            "long": (data + b"\0", 1),
+            "no descriptor": (data, 0),
+            "two": (data, 2),
+            "200": (data, 200),
+        }[wrong]
+
+    class Slow(Memory):
+        def descriptor(self) -> int:
+            # The guest's messages come first.
+            if self.text == "rank 1":
+                guests.gone()
+            return super().descriptor()
+
+    guests = Guests([parcel])
+    assert meet(2, guests.come, kind=Slow) == right(2)
+    assert guests.gone() == [b""]
+
+
 def test_a_rank_comes_once() -> None:
-    held: list[socket.socket] = []
+    # The messages have the right proofs, so the first one counts: only the group can have sent it.
+    guests = Guests([fitting] * 3)
 
-    def between(texts: list[str]) -> None:
-        # The message has the right secret, so the first one counts: only the group can have sent it.
-        for _ in range(3):
-            held.append(send(texts[0], message(secret_of(texts[0]), 1), 1))
+    class Slow(Memory):
+        def descriptor(self) -> int:
+            if self.text != "rank 0":
+                guests.gone()
+            return super().descriptor()
 
-    results = meet(3, between, seconds=4)
-    answers = [answer(connection) for connection in held]
+    results = meet(3, guests.come, seconds=4, kind=Slow)
+    answers = guests.gone()
     assert sorted(answers) == [b"", b"", b"\1"], answers
     # The rank itself was not taken again: it waits to its end, and all ranks hear of it.
     assert all(isinstance(result, Exception) for result in results)
     assert any(isinstance(result, TimeoutError) and "to take its own" in str(result) for result in results)
+
+
+def test_no_message_has_the_secret() -> None:
+    """What ranks say to each other, as a listener in place of rank 1 hears it. It knows the secret here."""
+    from oxmoe.allreduce.mailbox import Card
+
+    card, heard = Card.new(), []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(card.address)
+        listener.listen()
+        listener.settimeout(20)
+
+        def owner() -> None:
+            guest, _ = listener.accept()
+            with guest:
+                first = guest.recv(200)
+                theirs = first[4:36]
+                guest.send(OURS + proof(card.secret, "answer", 0, theirs, OURS))
+                second, descriptors, _, _ = socket.recv_fds(guest, 200, 8)
+                heard.extend((first, second, len(descriptors)))
+                assert second == proof(card.secret, "parcel", 0, theirs, OURS)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+
+        thread = threading.Thread(target=owner)
+        thread.start()
+        exchange = lambda error, text: said(error, [text, card.text()])  # noqa: E731
+        raised(lambda: share(lambda: Memory("rank 0"), exchange, 0, time.monotonic() + 2))
+        thread.join(20)
+    first, second, descriptors = heard
+    assert first == struct.pack("<I", 0) + first[4:36] + proof(card.secret, "hello", 0, first[4:36])
+    assert card.secret not in first + second and descriptors == 1
 
 
 def test_connections_that_say_nothing() -> None:
@@ -368,7 +494,7 @@ def test_cards_that_are_none(change: str) -> None:
             "longer": text + " 1",
             "uppercase": " ".join([*fields[:2], "AB" * 32, *fields[3:]]),
             "newline": text + "\n",
-            "version": text.replace("mailbox-1", "mailbox-2"),
+            "version": text.replace("mailbox-2", "mailbox-1"),
             "no pid": " ".join([*fields[:4], "0", *fields[5:]]),
         }[change]
         return [text, other]
@@ -404,10 +530,10 @@ def test_secrets_are_in_no_text() -> None:
 def test_whose_credentials_fit() -> None:
     from oxmoe.allreduce.mailbox import Card, Credentials
 
-    here = Card("", b"", uid=1000, pid=10, user_namespace=7, pid_namespace=8)
+    here = Card("", b"", uid=1000, pid=10, user_namespace=7, pid_namespace=8, network_namespace=9)
 
     def fits(uid: int, pid: int, user_namespace: int = 7, pid_namespace: int = 8) -> bool:
-        rank = Card("", b"", uid=1000, pid=20, user_namespace=user_namespace, pid_namespace=pid_namespace)
+        rank = Card("", b"", 1000, 20, user_namespace, pid_namespace, network_namespace=9)
         return rank.fits(Credentials(uid, pid), here)
 
     assert fits(1000, 20)
@@ -442,3 +568,53 @@ def test_a_mailbox_that_another_process_holds() -> None:
         kind, text = raised(lambda: share(lambda: Memory("rank 0"), exchange, 0, time.monotonic() + 10))
         assert process.stdout.readline() == "got 0\n"
     assert kind == "RuntimeError" and text.startswith("the mailbox of rank 1 is held by process"), (kind, text)
+
+
+@pytest.mark.parametrize("reply", ["nothing", "random", "echo", "short", "sockets"])
+def test_a_stranger_that_listens_in_place_of_a_rank(reply: str) -> None:
+    """A rank died, and a process whose credentials cannot be compared took its name. It gets neither the secret nor a
+    descriptor."""
+    from oxmoe.allreduce.mailbox import Card
+
+    mine = Card.new()
+    # The rank was in other namespaces of users and pids.
+    card = Card(mine.name, mine.secret, mine.uid, mine.pid, 1, 1, mine.network_namespace)
+    with stranger(os.geteuid(), f"listen {reply}", 20, card.address[1:]) as (line, output):
+        assert line == "begun\n"
+        exchange = lambda error, text: said(error, [text, card.text()])  # noqa: E731
+        started = time.monotonic()
+        kind, text = raised(lambda: share(lambda: Memory("rank 0"), exchange, 0, started + 3))
+        took = time.monotonic() - started
+        messages = json.loads(output.readline())
+    assert took < 8
+    if reply == "nothing":
+        assert kind == "TimeoutError" and "for ranks [1] to take its own" in text, (kind, text)
+    else:
+        assert kind == "RuntimeError" and text.startswith("the mailbox of rank 1 is held by process"), (kind, text)
+        assert text.endswith("does not know the secret of that rank; nothing was handed over"), text
+    assert [descriptors for _, descriptors in messages] == [0], messages
+    data = bytes.fromhex(messages[0][0])
+    assert len(data) == 68 and card.secret not in data and card.secret.hex() not in text
+
+
+def said(error: Exception | None, texts: list[str]) -> list[str]:
+    if error is not None:
+        raise error
+    return texts
+
+
+def test_ranks_in_other_network_namespaces() -> None:
+    """Their names are not the same names: a stranger who is in both could pass a rank's messages on to the other."""
+    from oxmoe.allreduce.mailbox import Card
+
+    mine = Card.new()
+    card = Card(mine.name, mine.secret, mine.uid, mine.pid, 1, 1, mine.network_namespace + 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(card.address)
+        listener.listen()
+        exchange = lambda error, text: said(error, [text, card.text()])  # noqa: E731
+        kind, text = raised(lambda: share(lambda: Memory("rank 0"), exchange, 0, time.monotonic() + 5))
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert kind == "RuntimeError" and text.startswith("rank 1 cannot be reached over a Unix socket"), (kind, text)

@@ -20,7 +20,10 @@ FACE = "oxmoe"
 # modules of its own room and of lower ones.
 PYTHON_ROOMS: Rooms = (
     ("oxmoe._oxmoe",),
-    ("oxmoe.tracing", "oxmoe.deprecation", "oxmoe.operands", "oxmoe.hopper", "oxmoe.reference", "oxmoe.testing"),
+    (
+        *("oxmoe.tracing", "oxmoe.deprecation", "oxmoe.operands", "oxmoe.hopper", "oxmoe.reference", "oxmoe.testing"),
+        "oxmoe.wording",
+    ),
     ("oxmoe.profiling",),
     ("oxmoe.weights", "oxmoe.ops", "oxmoe.ops_rows"),
     ("oxmoe.functions",),

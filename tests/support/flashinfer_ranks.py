@@ -40,7 +40,7 @@ def both(world: int, folder: Path, seed: int) -> list[dict[str, Any]]:
     for log in logs:
         log.close()
     assert codes == [0] * world, (folder / "rank0.log").read_text()[-4000:]
-    cases: list[dict[str, Any]] = torch.load(folder / "made.pt")
+    cases: list[dict[str, Any]] = torch.load(folder / "made.pt", weights_only=True)
     return cases
 
 

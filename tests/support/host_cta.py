@@ -473,7 +473,7 @@ def without_asm(text: str) -> str:
             i += 1
         template = "".join(re.findall(r'"((?:[^"\\]|\\.)*)"', sections[0])).replace("\\n", ";")
         lines = [line.strip(" {}") for line in template.split(";")]
-        names = [re.sub(r"\W", "_", line.split()[0]) for line in lines if line and not line.startswith(".reg")]
+        names = [re.sub(r"\W", "_", line.split()[0]) for line in lines if line.split() and not line.startswith(".reg")]
         values = [value for section in sections[1:3] for value in operands(section)]
         call = f"::ptx::{'_and_'.join(names)}({', '.join(values)})" if names else "(void)0"
         out.append(text[end : match.start()] + call)

@@ -2,13 +2,17 @@
 
 MODE: "claim" sends a descriptor as rank 1, in the form of every protocol that mailboxes have had; "flood" does so again
 and again for SECONDS, from two processes; "silent" connects as often as it can, says nothing and stays for SECONDS;
-"linger" sends TCP sockets whose last close waits for SECONDS.
+"linger" sends TCP sockets whose last close waits for SECONDS. "listen ANSWER" listens at the name TEXT for SECONDS in
+place of a rank, answers whoever connects, and prints at the end what it got: JSON of [bytes as hex, descriptors], one
+for each message. ANSWER: "nothing", "random", "echo" (its guest's own message), "short" or "sockets" (random, with TCP
+sockets whose last close waits for 20 seconds).
 Prints a line once it has begun. TEXT is what the memory behind its descriptors holds.
 """
 
 from __future__ import annotations
 
 import array
+import json
 import os
 import secrets
 import socket
@@ -30,15 +34,23 @@ def mailboxes() -> list[tuple[int, str]]:
 
 def claim(kind: int, address: str, descriptor: int) -> bool:
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-    data = b"\1" if kind == socket.SOCK_DGRAM else struct.pack("<32sI", secrets.token_bytes(32), 1)
-    with socket.socket(socket.AF_UNIX, kind) as connection:
-        connection.settimeout(0.05)
-        try:
-            connection.connect(address)
-            connection.sendmsg([data], rights)
-        except OSError:
-            return False
-    return True
+    if kind == socket.SOCK_DGRAM:
+        forms = [b"\1"]
+    else:
+        forms = [
+            struct.pack("<32sI", secrets.token_bytes(32), 1),
+            struct.pack("<I32s32s", 1, secrets.token_bytes(32), secrets.token_bytes(32)),
+        ]
+    reached = True
+    for data in forms:
+        with socket.socket(socket.AF_UNIX, kind) as connection:
+            connection.settimeout(0.05)
+            try:
+                connection.connect(address)
+                connection.sendmsg([data], rights)
+            except OSError:
+                reached = False
+    return reached
 
 
 def lingering(seconds: float) -> tuple[socket.socket, socket.socket]:
@@ -59,11 +71,50 @@ def lingering(seconds: float) -> tuple[socket.socket, socket.socket]:
     return ours, theirs
 
 
+def listen(name: str, answer: str, seconds: float) -> None:
+    """Listens in place of a rank. The first guest that goes away, or the end of the time, ends it."""
+    got: list[tuple[str, int]] = []
+    end = time.monotonic() + seconds
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind("\0" + name)
+        listener.listen()
+        print("begun", flush=True)
+        listener.settimeout(seconds)
+        guest, _ = listener.accept()
+    kept = []
+    with guest:
+        try:
+            while (left := end - time.monotonic()) > 0:
+                guest.settimeout(left)
+                data, descriptors, _, _ = socket.recv_fds(guest, 4096, 16)
+                if not data:
+                    break
+                got.append((data.hex(), len(descriptors)))
+                if answer == "nothing":
+                    continue
+                reply = {"echo": data[4:], "short": secrets.token_bytes(63)}.get(answer, secrets.token_bytes(64))
+                handed: list[int] = []
+                if answer == "sockets":
+                    ours, theirs = lingering(20)
+                    handed.append(ours.detach())
+                    kept.append(theirs)
+                socket.send_fds(guest, [reply], handed)
+                for descriptor in handed:
+                    os.close(descriptor)
+        except OSError:
+            # The guest has gone, or nothing came in time.
+            pass
+    print(json.dumps(got), flush=True)
+
+
 def main(uid: int, mode: str, text: str, seconds: float) -> None:
     if uid != os.getuid():
         os.setgroups([])
         os.setgid(uid)
         os.setuid(uid)
+    if mode.startswith("listen "):
+        listen(text, mode.split()[1], seconds)
+        return
     memory = os.memfd_create("stranger")
     os.write(memory, text.encode())
     targets = mailboxes()
@@ -86,7 +137,7 @@ def main(uid: int, mode: str, text: str, seconds: float) -> None:
     if mode == "flood":
         os.fork()
     print("begun", flush=True)
-    held = []
+    held: list[socket.socket] = []
     while time.monotonic() < end:
         for kind, address in targets:
             if mode == "flood":

@@ -143,11 +143,12 @@ def test_all_reduce_counts_the_slowest_rank(graphs: list[float], monkeypatch: py
     """The times of the rank whose median is the longest, whichever rank that is and whatever its other times are."""
     others: list[list[float]] = []
 
-    def gather(everybody: list[Any], mine: list[float], group: Any) -> None:
-        everybody[:] = [mine, *others]
+    def gather(everybody: list[torch.Tensor], mine: torch.Tensor, group: Any) -> None:
+        for one, times in zip(everybody, [mine.tolist(), *others], strict=True):
+            one.copy_(torch.tensor(times, dtype=torch.float64))
 
     stand_in = SimpleNamespace(
-        barrier=lambda group: None, all_gather_object=gather, get_world_size=lambda group: 1 + len(others)
+        barrier=lambda group: None, all_gather=gather, get_world_size=lambda group: 1 + len(others)
     )
     monkeypatch.setattr(allreduce, "dist", stand_in)
     monkeypatch.setattr(allreduce, "clocks", lambda device: None)
@@ -155,8 +156,8 @@ def test_all_reduce_counts_the_slowest_rank(graphs: list[float], monkeypatch: py
     monkeypatch.setattr(allreduce, "REPLAYS", len(TIMES))
     for of_others, expected in (
         ([], TIMES),
-        ([[0.5, 11.0, 11.5], [1.0, 1.0, 99.0]], [0.5, 11.0, 11.5]),
-        ([[1.0, 1.0, 99.0]], TIMES),
+        ([[0.5, 1.0, 11.0, 11.5, 12.0], [1.0, 1.0, 1.0, 99.0, 99.0]], [0.5, 1.0, 11.0, 11.5, 12.0]),
+        ([[1.0, 1.0, 1.0, 99.0, 99.0]], TIMES),
     ):
         others[:] = of_others
         graphs += [us * allreduce.CALLS * 1e-3 for us in TIMES]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -165,7 +166,12 @@ def test_rounds_of_two_servers_alternate(
         def close(self) -> None: ...
 
     monkeypatch.setattr(serve, "Server", Server)
-    monkeypatch.setattr(serve, "make_checkpoint", lambda *_: None)
+    folders: list[tuple[Path, int]] = []
+
+    def checkpoint(folder: Path, *_: Any) -> None:
+        folders.append((folder, folder.parents[1].stat().st_mode & 0o777))
+
+    monkeypatch.setattr(serve, "make_checkpoint", checkpoint)
     monkeypatch.setattr(serve, "swapped", lambda *_: None)
     monkeypatch.setattr(client, "Load", Load)
     monkeypatch.setattr(client, "chat", lambda port: {})
@@ -182,9 +188,16 @@ def test_rounds_of_two_servers_alternate(
         "--work",
         str(tmp_path / "work"),
     ]
+    # A file that somebody else has left in the folder stays.
+    (tmp_path / "work").mkdir(mode=0o755)
+    (tmp_path / "work" / "kept").touch()
     monkeypatch.setattr(sys, "argv", arguments + ["--together"] * together)
     # The answers of these servers do not change with their weights, which is wrong.
     assert serve.main() == 1
+    # The checkpoints' folder was new and nobody else's, and it is gone.
+    (made, mode), *others = folders
+    assert others == [] and made.parents[2] == tmp_path / "work" and mode == 0o700
+    assert os.listdir(tmp_path / "work") == ["kept"]
     assert [port for port, _ in timed] == ([1, 2, 1, 2, 1, 2] if together else [1, 1, 1, 2, 2, 2])
     rows = {row["mode"]: row for row in map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines())}
     assert rows["compared"]["wrong"] == [

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from oxmoe.wording import first_line
+
 
 class PeerLost(Exception):
     """A wait that failed. It says which peer was missing (None if that is unknown) and why."""
@@ -141,7 +143,7 @@ class GroupLink:
 
     @staticmethod
     def _lost(peer: int, error: Exception) -> PeerLost:
-        return PeerLost(peer, f"the connection is lost ({str(error).splitlines()[0]})")
+        return PeerLost(peer, f"the connection is lost ({first_line(error)})")
 
     def post(self, header: bytes) -> None:
         self._mine = header

@@ -1,15 +1,23 @@
-"""Lets ranks of one host hand each other file descriptors, and keeps everybody else out: sockets, a secret,
-credentials.
+"""Lets ranks of one host hand each other file descriptors, and keeps everybody else out: sockets, proofs, credentials.
 
 Every rank listens at a random abstract name. Everybody on the host can read such names in /proc/net/unix and
 connect. So a connection counts for nothing until three things hold. The credentials that the kernel reports for its
-process are those that the group told of a rank. Its message has the secret that only the group knows. That rank has
-not come before. Any other connection is closed, with all descriptors that it brought, and the wait goes on to its
-deadline.
+process are those that the group told of a rank. The process proves that it knows the secret of the mailbox, which
+only the group knows. That rank has not come before. Any other connection is closed, with all descriptors that it
+brought, and the wait goes on to its deadline.
+
+The secret itself is never sent over a socket. Three messages prove that both sides know it (HMAC-SHA256):
+
+1. The sender's rank, a number that the sender draws, and the sender's proof for both.
+2. A number that the mailbox's owner draws, and the owner's proof for both numbers.
+3. The sender's proof for both numbers, with the descriptor.
+
+So who listens at the name of a rank that died learns no secret and gets no descriptor. A first message can be sent
+again by who has seen it, but a third one cannot, because its owner draws a new number for each connection.
 
 Closing what a stranger sent can take for ever: the last close of a TCP socket with SO_LINGER waits for that socket's
-peer, and a file of FUSE waits for its server. So a message's data is looked at before its descriptors are taken, and
-a thread without a deadline closes what is not taken.
+peer, and a file of FUSE waits for its server. So a message is read where it lies, and is taken with its descriptors
+only after its proof is right. A thread without a deadline closes what is not taken.
 """
 
 from __future__ import annotations
@@ -27,19 +35,25 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-# A message to a mailbox: the secret of the mailbox's owner, and the sender's rank. Exactly one descriptor comes with
-# it.
-_MESSAGE = struct.Struct("<32sI")
+_VERSION = "oxmoe-mailbox-2"
+_NUMBER_BYTES = 32
+# The sender's first message: its rank, its number, its proof.
+_HELLO = struct.Struct("<I32s32s")
+# The owner's answer: its number, its proof.
+_ANSWER = struct.Struct("<32s32s")
+# The sender's second message is a proof alone. Exactly one descriptor comes with it.
+_PARCEL_BYTES = 32
 _TAKEN = b"\1"
 _CREDENTIALS = struct.Struct("iII")
 _CARD = re.compile(
-    r"oxmoe-mailbox-1 ([0-9a-f]{32}) ([0-9a-f]{64}) (0|[1-9][0-9]{0,9}) ([1-9][0-9]{0,9}) ([0-9]{1,19}) ([0-9]{1,19})"
+    _VERSION + r" ([0-9a-f]{32}) ([0-9a-f]{64}) (0|[1-9][0-9]{0,9}) ([1-9][0-9]{0,9})"
+    r" ([0-9]{1,19}) ([0-9]{1,19}) ([0-9]{1,19})"
 )
 _BACKLOG = 4096
 # Connections that one step accepts. It is bounded, because between two steps this rank tries to reach its own peers.
 _BATCH = 64
-# Connections with the right credentials that have sent nothing yet. One more closes the oldest; its rank connects
-# again.
+# Connections with the right credentials that have not sent their first message. One more closes the oldest; its rank
+# connects again.
 _SILENT = 64
 # Descriptors that a message has room for. A right message has one, so further ones are noticed and closed.
 _DESCRIPTOR_ROOM = 8
@@ -88,16 +102,17 @@ class Card:
     pid: int
     user_namespace: int
     pid_namespace: int
+    network_namespace: int
 
     @staticmethod
     def new() -> Card:
-        secret = secrets.token_bytes(32)
-        return Card(secrets.token_hex(16), secret, os.geteuid(), os.getpid(), _namespace("user"), _namespace("pid"))
+        namespaces = [_namespace(kind) for kind in ("user", "pid", "net")]
+        return Card(secrets.token_hex(16), secrets.token_bytes(32), os.geteuid(), os.getpid(), *namespaces)
 
     def text(self) -> str:
         return (
-            f"oxmoe-mailbox-1 {self.name} {self.secret.hex()} {self.uid} {self.pid} "
-            f"{self.user_namespace} {self.pid_namespace}"
+            f"{_VERSION} {self.name} {self.secret.hex()} {self.uid} {self.pid} "
+            f"{self.user_namespace} {self.pid_namespace} {self.network_namespace}"
         )
 
     @staticmethod
@@ -110,8 +125,8 @@ class Card:
                 "characters; do all ranks run the same version of oxmoe?"
             )
         name, secret, *numbers = match.groups()
-        uid, pid, user_namespace, pid_namespace = map(int, numbers)
-        return Card(name, bytes.fromhex(secret), uid, pid, user_namespace, pid_namespace)
+        uid, pid, user_namespace, pid_namespace, network_namespace = map(int, numbers)
+        return Card(name, bytes.fromhex(secret), uid, pid, user_namespace, pid_namespace, network_namespace)
 
     @property
     def address(self) -> str:
@@ -127,6 +142,18 @@ class Card:
         same_users = 0 != self.user_namespace == here.user_namespace
         same_pids = 0 != self.pid_namespace == here.pid_namespace
         return (not same_users or seen.uid == self.uid) and (not same_pids or seen.pid == self.pid)
+
+    def apart(self, here: Card) -> bool:
+        """Whether this rank's names are not those of `here`, because the two are in different network namespaces. A
+        stranger in both could take the name of each rank and pass the messages on."""
+        return 0 not in (self.network_namespace, here.network_namespace) and (
+            self.network_namespace != here.network_namespace
+        )
+
+    def proof(self, message: str, sender: int, *numbers: bytes) -> bytes:
+        """Returns a proof that its maker knows this card's secret. It holds for one message of one sender."""
+        fixed = f"{_VERSION} {message} {sender} ".encode()
+        return hmac.digest(self.secret, fixed + b"".join(numbers), "sha256")
 
 
 def _new_socket() -> socket.socket:
@@ -174,10 +201,11 @@ class _Closer:
 class _Delivery:
     """This rank's descriptor on its way to one peer. The peer confirms when it has taken it."""
 
-    def __init__(self, peer: int, card: Card, message: bytes, descriptor: int, closer: _Closer) -> None:
-        self.peer, self._card, self._message, self._descriptor = peer, card, message, descriptor
+    def __init__(self, peer: int, card: Card, rank: int, descriptor: int, closer: _Closer) -> None:
+        self.peer, self._card, self._rank, self._descriptor = peer, card, rank, descriptor
         self._closer = closer
         self._connection: socket.socket | None = None
+        self._number = b""
         self._sent = self.done = False
         self._again = 0.0
 
@@ -191,10 +219,18 @@ class _Delivery:
         try:
             if self._connection is None:
                 self._connection = self._connect(here)
+            if not self._number:
+                number = secrets.token_bytes(_NUMBER_BYTES)
+                hello = _HELLO.pack(self._rank, number, self._card.proof("hello", self._rank, number))
+                self._connection.send(hello, socket.MSG_NOSIGNAL)
+                self._number = number
             if not self._sent:
+                parcel = self._checked(self._connection.recv(_ANSWER.size + 1, socket.MSG_PEEK))
+                # The answer is of a rank, so it has no descriptors.
+                self._connection.recv(_ANSWER.size)
                 rights = array.array("i", [self._descriptor])
                 ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
-                self._connection.sendmsg([self._message], ancillary, socket.MSG_NOSIGNAL)
+                self._connection.sendmsg([parcel], ancillary, socket.MSG_NOSIGNAL)
                 self._sent = True
             self.done = self._connection.recv(1) == _TAKEN
         except BlockingIOError:
@@ -205,7 +241,24 @@ class _Delivery:
         self.close()
         self._again = time.monotonic() + _RETRY
 
+    def _checked(self, answer: bytes) -> bytes:
+        """Returns the proof that goes with the descriptor, after the mailbox's owner has proved that it is in the
+        group."""
+        if not answer:
+            raise ConnectionResetError("the mailbox closed the connection")
+        if len(answer) == _ANSWER.size:
+            number, proof = _ANSWER.unpack(answer)
+            if hmac.compare_digest(proof, self._card.proof("answer", self._rank, self._number, number)):
+                return self._card.proof("parcel", self._rank, self._number, number)
+        assert self._connection is not None
+        raise RuntimeError(
+            f"the mailbox of rank {self.peer} is held by {Credentials.of(self._connection)}, which does not know the "
+            "secret of that rank; nothing was handed over"
+        )
+
     def _connect(self, here: Card) -> socket.socket:
+        if self._card.apart(here):
+            raise RuntimeError(self._unreachable())
         connection = _new_socket()
         try:
             connection.connect(self._card.address)
@@ -217,19 +270,31 @@ class _Delivery:
                 )
         except ConnectionRefusedError as failure:
             self._closer.add(connection)
-            raise RuntimeError(
-                f"rank {self.peer} cannot be reached over a Unix socket: ranks must share a host and its network "
-                "namespace"
-            ) from failure
+            raise RuntimeError(self._unreachable()) from failure
         except BaseException:
             self._closer.add(connection)
             raise
         return connection
 
+    def _unreachable(self) -> str:
+        return (
+            f"rank {self.peer} cannot be reached over a Unix socket: ranks must share a host and its network namespace"
+        )
+
     def close(self) -> None:
         if self._connection is not None:
             self._closer.add(self._connection)
-        self._connection, self._sent = None, False
+        self._connection, self._number, self._sent = None, b"", False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A connection whose first message was a rank's. `parcel` is the proof that must come with its descriptor."""
+
+    connection: socket.socket
+    seen: Credentials
+    sender: int
+    parcel: bytes = field(repr=False)
 
 
 class Mailbox:
@@ -241,6 +306,7 @@ class Mailbox:
         self.strangers = 0
         self.last_stranger = ""
         self._silent: deque[tuple[socket.socket, Credentials]] = deque()
+        self._known: list[_Known] = []
         self._closer = _Closer()
         self._listener = _new_socket()
         try:
@@ -253,9 +319,7 @@ class Mailbox:
     def swap(self, cards: list[Card], rank: int, descriptor: int, taken: dict[int, int], end: float) -> None:
         """Hands `descriptor` to every peer and adds theirs to `taken`, by rank. TimeoutError at `end`."""
         deliveries = [
-            _Delivery(peer, card, _MESSAGE.pack(card.secret, rank), descriptor, self._closer)
-            for peer, card in enumerate(cards)
-            if peer != rank
+            _Delivery(peer, card, rank, descriptor, self._closer) for peer, card in enumerate(cards) if peer != rank
         ]
         expected = {peer: card for peer, card in enumerate(cards) if peer != rank and peer not in taken}
         try:
@@ -278,7 +342,8 @@ class Mailbox:
         poll = select.poll()
         numbers = [delivery.fileno() for delivery in under_way]
         listener = None if self._closer.full else self._listener.fileno()
-        for number in (listener, *(silent.fileno() for silent, _ in self._silent), *numbers):
+        callers = [silent for silent, _ in self._silent] + [known.connection for known in self._known]
+        for number in (listener, *(caller.fileno() for caller in callers), *numbers):
             if number is not None:
                 poll.register(number, select.POLLIN)
         poll.poll(min(left, _RETRY if None in numbers else 0.1) * 1000)
@@ -309,50 +374,76 @@ class Mailbox:
                 self._pass_over(*self._silent.popleft(), "no message")
             self._silent.append((connection, seen))
         for connection, seen in list(self._silent):
-            self._read(connection, seen, expected, taken)
+            self._greet(connection, seen, expected)
+        for known in list(self._known):
+            self._take(known, expected, taken)
 
-    def _read(
-        self, connection: socket.socket, seen: Credentials, expected: dict[int, Card], taken: dict[int, int]
-    ) -> None:
-        try:
-            # Without its descriptors, which stay where they are.
-            data = connection.recv(_MESSAGE.size + 1, socket.MSG_PEEK)
-        except BlockingIOError:
+    def _greet(self, connection: socket.socket, seen: Credentials, expected: dict[int, Card]) -> None:
+        """Reads a first message. If it is a rank's, this rank proves in turn that it is the mailbox's owner."""
+        data = _peek(connection, _HELLO.size)
+        if data is None:
             return
-        except ConnectionResetError:
-            data = b""
         self._silent.remove((connection, seen))
-        fault, sender = self._judge(data, seen, expected)
-        descriptors: list[int] = []
+        fault, sender, theirs = self._judge(data, seen, expected)
         if not fault:
-            # The secret is right, so a rank sent them.
-            descriptors, whole = _receive(connection)
+            # The proof is right, so a rank sent the message.
+            descriptors, whole = _receive(connection, _HELLO.size)
+            if descriptors or not whole:
+                fault = "descriptors with the first message"
+            for descriptor in descriptors:
+                os.close(descriptor)
+        if fault:
+            self._pass_over(connection, seen, fault)
+            return
+        ours = secrets.token_bytes(_NUMBER_BYTES)
+        try:
+            answer = _ANSWER.pack(ours, self.card.proof("answer", sender, theirs, ours))
+            connection.send(answer, socket.MSG_NOSIGNAL)
+        except OSError:
+            self._pass_over(connection, seen, "no wait for the answer")
+            return
+        self._known.append(_Known(connection, seen, sender, self.card.proof("parcel", sender, theirs, ours)))
+
+    def _judge(self, data: bytes, seen: Credentials, expected: dict[int, Card]) -> tuple[str, int, bytes]:
+        """Returns (what is wrong with a first message, or ""; the sender's rank; its number)."""
+        if len(data) != _HELLO.size:
+            return "a message of the wrong size", 0, b""
+        sender, number, proof = _HELLO.unpack(data)
+        if not hmac.compare_digest(proof, self.card.proof("hello", sender, number)):
+            return "a wrong proof", 0, b""
+        if sender not in expected or not expected[sender].fits(seen, self.card):
+            return f"a rank ({sender}) that it is not, or that has come before", 0, b""
+        return "", sender, number
+
+    def _take(self, known: _Known, expected: dict[int, Card], taken: dict[int, int]) -> None:
+        """Takes the descriptor of a rank that has proved who it is."""
+        data = _peek(known.connection, _PARCEL_BYTES)
+        if data is None:
+            return
+        self._known.remove(known)
+        descriptors: list[int] = []
+        fault = ""
+        if not hmac.compare_digest(data, known.parcel):
+            fault = "a wrong proof with the descriptor" if data else "no descriptor"
+        elif known.sender not in expected:
+            fault = f"a rank ({known.sender}) that has come before"
+        else:
+            descriptors, whole = _receive(known.connection, _PARCEL_BYTES)
             if len(descriptors) != 1 or not whole:
                 fault = f"{len(descriptors)} descriptors in place of one"
         if fault:
             for descriptor in descriptors:
                 os.close(descriptor)
-            self._pass_over(connection, seen, fault)
+            self._pass_over(known.connection, known.seen, fault)
             return
-        taken[sender] = descriptors[0]
-        del expected[sender]
+        taken[known.sender] = descriptors[0]
+        del expected[known.sender]
         try:
-            connection.send(_TAKEN, socket.MSG_NOSIGNAL)
+            known.connection.send(_TAKEN, socket.MSG_NOSIGNAL)
         except OSError:
             # The sender is gone; its descriptor is good.
             pass
-        self._closer.add(connection)
-
-    def _judge(self, data: bytes, seen: Credentials, expected: dict[int, Card]) -> tuple[str, int]:
-        """Returns (what is wrong with a message, or ""; the sender's rank)."""
-        if len(data) != _MESSAGE.size:
-            return "a message of the wrong size", 0
-        secret, sender = _MESSAGE.unpack(data)
-        if not hmac.compare_digest(secret, self.card.secret):
-            return "a wrong secret", 0
-        if sender not in expected or not expected[sender].fits(seen, self.card):
-            return f"a rank ({sender}) that it is not, or that has come before", 0
-        return "", sender
+        self._closer.add(known.connection)
 
     def _pass_over(self, connection: socket.socket, seen: Credentials, why: str) -> None:
         self._closer.add(connection)
@@ -361,17 +452,30 @@ class Mailbox:
 
     def close(self) -> None:
         # Connections that were not accepted are closed with the listener.
-        for connection in (self._listener, *(silent for silent, _ in self._silent)):
+        callers = [silent for silent, _ in self._silent] + [known.connection for known in self._known]
+        for connection in (self._listener, *callers):
             self._closer.add(connection)
         self._silent.clear()
+        self._known.clear()
         self._closer.finish(_CLOSING)
 
 
-def _receive(connection: socket.socket) -> tuple[list[int], bool]:
+def _peek(connection: socket.socket, size: int) -> bytes | None:
+    """Returns a message and leaves it and its descriptors where they are. It has one byte more than `size` if the
+    message is longer, b"" if the other side is gone, None if nothing has arrived."""
+    try:
+        return connection.recv(size + 1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return None
+    except ConnectionResetError:
+        return b""
+
+
+def _receive(connection: socket.socket, size: int) -> tuple[list[int], bool]:
     """Takes a message. Returns (its descriptors, whether they are all). They now belong to this process."""
     items = array.array("i")
     room = socket.CMSG_SPACE(_DESCRIPTOR_ROOM * items.itemsize)
-    _, ancillary, flags, _ = connection.recvmsg(_MESSAGE.size, room, socket.MSG_CMSG_CLOEXEC)
+    _, ancillary, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             items.frombytes(content[: len(content) - len(content) % items.itemsize])

@@ -28,6 +28,8 @@ _workspaces: dict[tuple[Any, ...], AllReduceFusionWorkspace] = {}
 # Workspaces that were replaced. Captured graphs may still use them.
 _outgrown: list[AllReduceFusionWorkspace] = []
 _spans_hosts: dict[str, bool] = {}
+# Bytes of a host's id or name that ranks tell each other. Linux allows 64 for a name.
+_HOST_BYTES = 256
 
 
 def define() -> None:
@@ -87,6 +89,17 @@ def host() -> tuple[str, str]:
     return (boot.read_text().strip() if boot.exists() else name), name
 
 
+def _bytes_of(*texts: str) -> Tensor:
+    """Returns one row of bytes for each text, which is cut or filled with zeros. Ranks send each other bytes and no
+    pickles."""
+    rows = [text.encode(errors="surrogateescape")[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0") for text in texts]
+    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(texts), _HOST_BYTES)
+
+
+def _text_of(row: Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
 def spans_hosts(group: Any) -> bool:
     """Whether the ranks of the group are on several hosts. GPUs of different hosts cannot map each other's memory.
 
@@ -99,8 +112,9 @@ def spans_hosts(group: Any) -> bool:
             "oxmoe: the hosts of an all-reduce's group are found at the first call of its ranks, which a CUDA graph "
             "cannot capture; run the model once before the capture (SGLang does, unless its warm-up was skipped)"
         )
-    found: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(found, host(), group=group.cpu_group)
+    texts = [torch.empty(2, _HOST_BYTES, dtype=torch.uint8) for _ in range(group.world_size)]
+    torch.distributed.all_gather(texts, _bytes_of(*host()), group=group.cpu_group)
+    found = [tuple(_text_of(row) for row in rows) for rows in texts]
     several = len({identity for identity, _ in found}) > 1
     if several:
         names = ", ".join(dict.fromkeys(name for _, name in found))

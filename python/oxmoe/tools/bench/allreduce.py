@@ -69,9 +69,9 @@ class Clock:
             torch.cuda.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / CALLS)
         now = clocks("cuda")
-        everybody: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everybody, times, group=self.group)
-        return slowest(everybody, now)
+        everybody = [torch.empty(len(times), dtype=torch.float64) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(everybody, torch.tensor(times, dtype=torch.float64), group=self.group)
+        return slowest([others.tolist() for others in everybody], now)
 
 
 def slowest(ranks: Sequence[Sequence[float]], now: dict[str, float | None] | None) -> Times:

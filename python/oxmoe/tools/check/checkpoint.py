@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oxmoe.wording import first_line
+
 MOST = 1 << 24  # the largest size in a config
 MOST_SECONDS = 60  # for reading and judging a model
 _MOST_BYTES = 64 << 20  # most bytes of a JSON text
@@ -136,7 +138,7 @@ def patterns(shown_as: str) -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
     except (re.error, RecursionError, OverflowError) as error:
-        raise Refused(f"{shown_as}: no regular expression that can be used: {str(error).splitlines()[0]}") from error
+        raise Refused(f"{shown_as}: no regular expression that can be used: {first_line(error)}") from error
 
 
 @contextlib.contextmanager
@@ -202,7 +204,7 @@ def _object(text: bytes, path: Path) -> Fields:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{path}: no JSON: {str(error).splitlines()[0]}") from error
+        raise Unreadable(f"{path}: no JSON: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise Unreadable(f"{path}: expected a JSON object, got {shown(values)}")
     return Fields(values, path.name)
