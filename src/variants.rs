@@ -12,6 +12,8 @@ pub mod dense;
 pub mod fp8;
 #[path = "variants/int4.rs"]
 pub mod int4;
+#[path = "variants/kernel.rs"]
+mod kernel;
 #[path = "variants/layer.rs"]
 pub mod layer;
 #[path = "variants/packed.rs"]
@@ -28,9 +30,8 @@ pub mod signature;
 pub mod sm90;
 
 use crate::params::*;
+pub use kernel::{Kernel, Kernels};
 use signature::{Layer, MappedGemm, OrderedGemm, RoutedLayer, SelectAndSort, Signature};
-use std::fmt;
-use std::marker::PhantomData;
 
 /// The families of [`FAMILIES`], in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -233,95 +234,6 @@ impl Row {
             ctas: |_| 1,
             traits: &[],
         }
-    }
-}
-
-/// The kernels of a row, which take parameters of the types `P`. Only this module and those inside make one.
-pub struct Kernels<P> {
-    row: Row,
-    takes: PhantomData<fn(P)>,
-}
-
-impl<P: Signature> Kernels<P> {
-    const fn new(row: Row) -> Kernels<P> {
-        Kernels { row: Row { parameters: P::PARAMETERS, ..row }, takes: PhantomData }
-    }
-
-    /// The kernel with the arguments of `variant`, whose own family does not count.
-    const fn with(&self, variant: Variant) -> Kernel<P> {
-        Kernel { variant: Variant { family: self.row.family, ..variant }, takes: PhantomData }
-    }
-
-    /// The kernel without arguments.
-    pub const fn kernel(&self) -> Kernel<P> {
-        self.with(Variant::NONE)
-    }
-}
-
-/// One kernel, which takes parameters of the types `P`. The types come from its row:
-/// ```
-/// use _oxmoe::params::CombineParams;
-/// use _oxmoe::variants::{routing, Kernel};
-///
-/// let kernel: Kernel<CombineParams> = routing::COMBINE.kernel();
-/// ```
-/// A kernel with other types does not compile:
-/// ```compile_fail,E0308
-/// use _oxmoe::params::CombineParams;
-/// use _oxmoe::variants::{routing, Kernel};
-///
-/// let kernel: Kernel<CombineParams> = routing::SCHEDULE.kernel();
-/// ```
-pub struct Kernel<P> {
-    variant: Variant,
-    takes: PhantomData<fn(P)>,
-}
-
-impl<P> Kernel<P> {
-    /// The kernel without the types of its parameters. It can be loaded, but not launched.
-    pub const fn variant(self) -> Variant {
-        self.variant
-    }
-
-    pub const fn gated(self, gated: bool) -> Kernel<P> {
-        Kernel { variant: Variant { gated, ..self.variant }, ..self }
-    }
-
-    pub const fn with_element(self, element: Element) -> Kernel<P> {
-        Kernel { variant: Variant { element, ..self.variant }, ..self }
-    }
-
-    pub const fn flag(self, flag: bool) -> Kernel<P> {
-        Kernel { variant: Variant { flag, ..self.variant }, ..self }
-    }
-}
-
-impl<P> Clone for Kernel<P> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<P> Copy for Kernel<P> {}
-
-impl<P> std::ops::Deref for Kernel<P> {
-    type Target = Variant;
-    fn deref(&self) -> &Variant {
-        &self.variant
-    }
-}
-
-impl<P> PartialEq for Kernel<P> {
-    fn eq(&self, other: &Self) -> bool {
-        self.variant == other.variant
-    }
-}
-
-impl<P> Eq for Kernel<P> {}
-
-impl<P> fmt::Debug for Kernel<P> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.variant, f)
     }
 }
 
