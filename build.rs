@@ -18,6 +18,19 @@ mod platform;
 #[path = "src/variants.rs"]
 mod variants;
 
+/// Stands in for `src/params.rs` in the table of kernels, which needs the types' names alone.
+mod params {
+    macro_rules! structs {
+        ($($name:ident)*) => { $(pub enum $name {})* };
+    }
+    include!("src/variants/structs.rs");
+}
+
+/// Stands in for `src/tma.rs` in the table of kernels.
+mod tma {
+    pub enum TensorMap {}
+}
+
 const DEFAULT_ARCHS: &str = "80;90a;100f;120f";
 
 /// The codes of ptxas' messages that it serialised wgmma. ptxas only informs of it; here it is an error.
@@ -313,12 +326,12 @@ fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Pa
     for i in 0..units.len() {
         let _ = writeln!(text, "    &IMAGE_{i}.0,");
     }
-    let _ = writeln!(text, "];\n\npub static KERNELS: [Kernel; {}] = [", table.len());
+    let _ = writeln!(text, "];\n\npub static KERNELS: [Compiled; {}] = [", table.len());
     for (variant, symbol, unit) in table {
         let archs = &units[*unit].archs;
         let _ = writeln!(
             text,
-            "    Kernel {{ variant: {variant:?}, symbol: {symbol:?}, image: {unit}, archs: &{archs:?} }},"
+            "    Compiled {{ variant: {variant:?}, symbol: {symbol:?}, image: {unit}, archs: &{archs:?} }},"
         );
     }
     text.push_str("];\n");

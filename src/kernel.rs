@@ -2,15 +2,12 @@
 
 use crate::device::{cuda_error, Current, Device, Gpu, MAX_DEVICES};
 use crate::error::{Error, Result};
-use crate::params::{
-    GroupedGemmParams, LayerParams, OrderedGemmParams, Parameters, RouteParams, RoutedLayerParams, SelectParams,
-};
 use crate::tensor::Checked;
-use crate::tma::TensorMap;
-use crate::variants::{routing, Family, Variant};
+use crate::variants::signature::{Parameter, Signature};
+use crate::variants::{routing, Family, Kernel, Variant};
 use cudarc::driver::{result, sys};
 use std::ffi::{c_void, CString};
-use std::fmt::Display;
+use std::fmt::{self, Display};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::OnceLock;
 
@@ -19,9 +16,9 @@ use std::sync::OnceLock;
 #[allow(dead_code)] // unused by a build without kernels
 struct Image<T: ?Sized>(T);
 
-/// A row of the table that build.rs writes.
+/// A kernel that is in the wheel: a row of the table that build.rs writes.
 #[derive(Debug)]
-pub struct Kernel {
+pub struct Compiled {
     pub variant: Variant,
     pub symbol: &'static str,
     /// Index into IMAGES of the image that has this kernel.
@@ -30,7 +27,7 @@ pub struct Kernel {
     pub archs: &'static [&'static str],
 }
 
-impl Kernel {
+impl Compiled {
     /// Most dynamic shared memory that a launch on this device may ask for.
     fn dynamic_shared_limit(&self, device: &Device) -> u32 {
         self.variant.shared_bytes().unwrap_or(device.shared_bytes - routing::STATIC_SHARED)
@@ -39,7 +36,7 @@ impl Kernel {
 
 mod table {
     #[allow(unused_imports)] // a build without kernels does not use Image
-    use super::{Image, Kernel};
+    use super::{Compiled, Image};
     include!(concat!(env!("OUT_DIR"), "/images.rs"));
 }
 pub use table::{IMAGES, KERNELS};
@@ -49,9 +46,18 @@ pub fn compiled_archs() -> Vec<&'static str> {
     env!("OXMOE_COMPILED_ARCHS").split(';').filter(|a| !a.is_empty()).collect()
 }
 
-/// How a kernel is launched. The plan makes it.
+/// How a kernel is launched that takes parameters of the types `P`. The plan makes it.
+pub struct Launch<P> {
+    pub kernel: Kernel<P>,
+    pub grid: u32,
+    pub block: u32,
+    pub cluster: u32,
+    pub shared_bytes: u32,
+}
+
+/// A launch without the types of its parameters, for texts and for lists of different launches. A stream does not take it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Launch {
+pub struct AnyLaunch {
     pub variant: Variant,
     pub grid: u32,
     pub block: u32,
@@ -59,19 +65,47 @@ pub struct Launch {
     pub shared_bytes: u32,
 }
 
-impl std::fmt::Display for Launch {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Launch { variant, grid, block, cluster, shared_bytes } = self;
+impl<P> Launch<P> {
+    /// The launch without the types of its parameters.
+    pub const fn any(self) -> AnyLaunch {
+        let Launch { kernel, grid, block, cluster, shared_bytes } = self;
+        AnyLaunch { variant: kernel.variant(), grid, block, cluster, shared_bytes }
+    }
+}
+
+impl<P> Clone for Launch<P> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<P> Copy for Launch<P> {}
+
+impl<P> PartialEq for Launch<P> {
+    fn eq(&self, other: &Self) -> bool {
+        self.any() == other.any()
+    }
+}
+
+impl<P> Eq for Launch<P> {}
+
+impl<P> fmt::Debug for Launch<P> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.any(), f)
+    }
+}
+
+impl fmt::Display for AnyLaunch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let AnyLaunch { variant, grid, block, cluster, shared_bytes } = self;
         let symbol = variant.symbol();
         write!(f, "{symbol} (grid {grid}, block {block}, cluster {cluster}, {shared_bytes} bytes of shared memory)")
     }
 }
 
-/// The arguments that a launch gives to a kernel: a struct of parameters, or tensor maps and such a struct. A launch compares their types
-/// with the types that the kernel's row names.
+/// References to the values that a launch gives to a kernel. Their types are the kernel's signature.
 pub trait Arguments {
-    /// The C++ types, in the order of the kernel's parameters.
-    const TYPES: &'static [&'static str];
+    type Signature: Signature;
 
     /// The addresses of the values, in the order of the kernel's parameters.
     fn pointers(&self) -> [*mut c_void; 3];
@@ -81,54 +115,34 @@ fn address<T>(value: &T) -> *mut c_void {
     (value as *const T).cast_mut().cast()
 }
 
-/// A struct that is a kernel's only parameter.
-impl<P: Parameters> Arguments for &P {
-    const TYPES: &'static [&'static str] = &[P::NAME];
+impl<P: Parameter> Arguments for &P {
+    type Signature = P;
 
     fn pointers(&self) -> [*mut c_void; 3] {
         [address(*self), std::ptr::null_mut(), std::ptr::null_mut()]
     }
 }
 
-impl Arguments for (&SelectParams, &RouteParams) {
-    const TYPES: &'static [&'static str] = &["SelectParams", "RouteParams"];
+impl<P, Q> Arguments for (&P, &Q)
+where
+    (P, Q): Signature,
+{
+    type Signature = (P, Q);
 
     fn pointers(&self) -> [*mut c_void; 3] {
         [address(self.0), address(self.1), std::ptr::null_mut()]
     }
 }
 
-impl Arguments for (&TensorMap, &GroupedGemmParams) {
-    const TYPES: &'static [&'static str] = &["CUtensorMap", "GroupedGemmParams"];
+impl<P, Q, R> Arguments for (&P, &Q, &R)
+where
+    (P, Q, R): Signature,
+{
+    type Signature = (P, Q, R);
 
     fn pointers(&self) -> [*mut c_void; 3] {
-        [address(&self.0 .0), address(self.1), std::ptr::null_mut()]
+        [address(self.0), address(self.1), address(self.2)]
     }
-}
-
-/// Arguments of kernels that take two tensor maps and a struct of parameters.
-macro_rules! behind_two_maps {
-    ($($params:ident)*) => {
-        $(impl Arguments for (&TensorMap, &TensorMap, &$params) {
-            const TYPES: &'static [&'static str] = &["CUtensorMap", "CUtensorMap", stringify!($params)];
-
-            fn pointers(&self) -> [*mut c_void; 3] {
-                [address(&self.0 .0), address(&self.1 .0), address(self.2)]
-            }
-        })*
-    };
-}
-
-behind_two_maps! { LayerParams OrderedGemmParams RoutedLayerParams }
-
-/// An error if the kernel takes other types than these, because it would read past its arguments.
-fn require(op: &dyn Display, variant: &Variant, types: &[&str]) -> Result<()> {
-    let expected = variant.row().parameters;
-    if expected.len() == types.len() && expected.iter().zip(types).all(|((expected, _), given)| expected == given) {
-        return Ok(());
-    }
-    let symbol = variant.symbol();
-    Err(Error::Cuda(format!("oxmoe: internal error, please report it: {op}: wrong parameters for {symbol}: {types:?}")))
 }
 
 #[derive(Clone, Copy)]
@@ -258,7 +272,7 @@ impl<'a> Stream<'a> {
 
     /// Whether all CTAs of `launch`, which wait for each other, can run at once on this stream. The driver reports the size of a green
     /// context. On other streams the answer is true until the driver has refused such a launch on this device.
-    pub fn holds(&self, launch: &Launch) -> bool {
+    pub fn holds(&self, launch: &AnyLaunch) -> bool {
         let ctas = |multiprocessors: u32| multiprocessors * launch.variant.ctas_per_multiprocessor();
         !PARTS[self.gpu.ordinal as usize].load(Ordering::Relaxed)
             && self.green_multiprocessors().is_none_or(|part| launch.grid <= ctas(part))
@@ -333,8 +347,27 @@ impl<'a> Stream<'a> {
 
     /// Launches one kernel with programmatic dependent launch: it may start while its predecessor drains, and waits on the device
     /// (griddepcontrol.wait) before it touches anything an earlier kernel wrote.
-    pub fn launch<A: Arguments>(&self, op: impl Display, launch: &Launch, arguments: A) -> Result<()> {
-        require(&op, &launch.variant, A::TYPES)?;
+    ///
+    /// The arguments have the types that the kernel takes:
+    /// ```
+    /// use _oxmoe::kernel::{Launch, Stream};
+    /// use _oxmoe::params::CombineParams;
+    ///
+    /// fn run(stream: &Stream, launch: &Launch<CombineParams>, params: &CombineParams) {
+    ///     let _ = stream.launch("combine", launch, params);
+    /// }
+    /// ```
+    /// Other types do not compile:
+    /// ```compile_fail,E0308
+    /// use _oxmoe::kernel::{Launch, Stream};
+    /// use _oxmoe::params::{CombineParams, ScheduleParams};
+    ///
+    /// fn run(stream: &Stream, launch: &Launch<CombineParams>, params: &ScheduleParams) {
+    ///     let _ = stream.launch("combine", launch, params);
+    /// }
+    /// ```
+    pub fn launch<A: Arguments>(&self, op: impl Display, launch: &Launch<A::Signature>, arguments: A) -> Result<()> {
+        let launch = &launch.any();
         let (index, function) = load(self.gpu, &launch.variant)?;
         let mut attributes = [sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -371,8 +404,8 @@ impl<'a> Stream<'a> {
             numAttrs: count,
         };
         let mut pointers = arguments.pointers();
-        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes (`require`). They live until the call
-        // returns. The op's contract has checked the device memory behind them.
+        // SAFETY: `pointers` has the addresses of the parameters that this kernel's signature takes, since launch and arguments have one
+        // signature. They live until the call returns. The op's contract has checked the device memory behind them.
         unsafe { sys::cuLaunchKernelEx(&config, function.0, pointers.as_mut_ptr(), std::ptr::null_mut()) }
             .result()
             .map_err(|e| self.launch_error(&op, launch, e))?;
@@ -380,7 +413,7 @@ impl<'a> Stream<'a> {
         Ok(())
     }
 
-    fn launch_error(&self, op: &dyn Display, launch: &Launch, error: result::DriverError) -> Error {
+    fn launch_error(&self, op: &dyn Display, launch: &AnyLaunch, error: result::DriverError) -> Error {
         if error.0 != sys::CUresult::CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE {
             return cuda_error(format_args!("{op}: launching {launch}"), error);
         }

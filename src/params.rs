@@ -24,23 +24,3 @@ pub use quant::ffi::{
     QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, ScaleBytesParams, ScaleView,
 };
 pub use tiles::ffi::TileRowsParams;
-
-/// A struct that kernels take as their only parameter.
-pub trait Parameters {
-    /// The name of the struct in the table of kernels.
-    const NAME: &'static str;
-}
-
-macro_rules! parameters {
-    ($($params:ident)*) => {
-        $(impl Parameters for $params {
-            const NAME: &'static str = stringify!($params);
-        })*
-    };
-}
-
-parameters! {
-    AllReduceParams CombineParams ExpandScalesParams GemmPairParams GroupedGemmParams LayoutMxfp4Params MmMxfp8FewParams MmMxfp8Params
-    PackInt4Params PackMxfp4Params PackNvfp4Params QuantizeFp8Params QuantizeMxfp4Params QuantizeMxfp8Params QuantizeNvfp4Params QuantizeRowsParams
-    RaggedParams RoundNvfp4Params RouteParams RoutedLayerParams ScaleBytesParams ScheduleParams TileRowsParams
-}

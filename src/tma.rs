@@ -6,6 +6,7 @@ use cudarc::driver::sys;
 
 /// A tensor map as a kernel takes it (`const __grid_constant__ CUtensorMap`).
 #[derive(Clone, Copy, Debug)]
+#[repr(transparent)]
 pub struct TensorMap(pub sys::CUtensorMap);
 
 // SAFETY: a tensor map is 128 bytes of plain data.

@@ -1,6 +1,7 @@
 //! The table of kernels. A *family* is a row: the name of its kernels, their header, their parameters, their threads and shared memory.
 //! A *variant* is one kernel of a family: its template arguments. `build.rs` includes this file and writes one stub for each
-//! variant; the host finds kernels by value. The file has no dependencies, since it is compiled inside the build script too.
+//! variant; the host finds kernels by value. A [`Kernel`] is a variant whose type names its parameters. The file depends only on the names
+//! of the parameters' types, since it is compiled inside the build script too.
 
 // NOTE: the modules have paths, since the build script has this file elsewhere in its tree.
 #[path = "variants/allreduce.rs"]
@@ -11,6 +12,8 @@ pub mod dense;
 pub mod fp8;
 #[path = "variants/int4.rs"]
 pub mod int4;
+#[path = "variants/kernel.rs"]
+mod kernel;
 #[path = "variants/layer.rs"]
 pub mod layer;
 #[path = "variants/packed.rs"]
@@ -21,8 +24,14 @@ pub mod portable;
 pub mod quant;
 #[path = "variants/routing.rs"]
 pub mod routing;
+#[path = "variants/signature.rs"]
+pub mod signature;
 #[path = "variants/sm90.rs"]
 pub mod sm90;
+
+use crate::params::*;
+pub use kernel::{Kernel, Kernels};
+use signature::{Layer, MappedGemm, OrderedGemm, RoutedLayer, SelectAndSort, Signature};
 
 /// The families of [`FAMILIES`], in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -104,71 +113,80 @@ pub enum Family {
 
 /// Every family.
 pub static FAMILIES: [Row; 64] = [
-    sm90::GEMM,
-    layer::LAYER,
-    layer::ROUTED_LAYER,
-    packed::MXFP4,
-    packed::MXFP4_E4M3,
-    packed::MXFP8,
-    packed::NVFP4,
-    int4::SM90,
-    packed::MXFP4_LAYER,
-    fp8::GEMM,
-    fp8::WIDE,
-    fp8::WIDE_CUT,
-    fp8::ORDERED,
-    fp8::STATIONARY,
-    fp8::LAYER,
-    portable::PLAIN,
-    portable::MXFP4,
-    portable::MXFP8,
-    portable::NVFP4,
-    int4::PORTABLE,
-    portable::FP8,
-    routing::SELECT,
-    routing::ROUTE,
-    routing::ROUTE_GIVEN_IDS,
-    routing::HISTOGRAM,
-    routing::PLACE,
-    routing::RAGGED,
-    routing::SCHEDULE,
-    routing::COMBINE,
-    quant::QUANTIZE_ROWS_E4M3,
-    quant::QUANTIZE_TILES_E4M3,
-    quant::QUANTIZE_FP8,
-    quant::QUANTIZE_FP8_TILES,
-    quant::QUANTIZE_FP8_SLOTS,
-    quant::QUANTIZE_FP8_ROWS,
-    quant::QUANTIZE_FP8_PEAK,
-    quant::QUANTIZE_FP8_TILE_ROWS,
-    quant::QUANTIZE_FP8_TILE_PEAK,
-    quant::EXPAND_SCALES,
-    quant::ROUND_ROWS_MXFP8,
-    quant::ROUND_TILES_MXFP8,
-    quant::ROUND_TILES_MXFP8_PORTABLE,
-    quant::ROUND_ROWS_NVFP4,
-    quant::ROUND_ROWS_NVFP4_PORTABLE,
-    quant::MXFP4_PEAK,
-    quant::MXFP4_PACK,
-    quant::MXFP4_UNPACK,
-    quant::MXFP4_SCALE_BYTES,
-    quant::MXFP4_LAYOUT_CODES,
-    quant::MXFP4_LAYOUT_SCALES,
-    quant::MXFP8_PEAK,
-    quant::MXFP8_PACK,
-    quant::NVFP4_PACK,
-    int4::PACK,
-    quant::QUANTIZE_MXFP4,
-    quant::DEQUANTIZE_MXFP4,
-    quant::QUANTIZE_MXFP8,
-    quant::DEQUANTIZE_MXFP8,
-    quant::QUANTIZE_NVFP4,
-    dense::MM_MXFP8_FEW,
-    dense::MM_MXFP8_WIDE,
-    dense::MM_MXFP8_TOKENS,
-    allreduce::ONE_SHOT,
-    allreduce::TWO_SHOT,
+    sm90::GEMM.row,
+    layer::LAYER.row,
+    layer::ROUTED_LAYER.row,
+    packed::MXFP4.row,
+    packed::MXFP4_E4M3.row,
+    packed::MXFP8.row,
+    packed::NVFP4.row,
+    int4::SM90.row,
+    packed::MXFP4_LAYER.row,
+    fp8::GEMM.row,
+    fp8::WIDE.row,
+    fp8::WIDE_CUT.row,
+    fp8::ORDERED.row,
+    fp8::STATIONARY.row,
+    fp8::LAYER.row,
+    portable::PLAIN.row,
+    portable::MXFP4.row,
+    portable::MXFP8.row,
+    portable::NVFP4.row,
+    int4::PORTABLE.row,
+    portable::FP8.row,
+    routing::SELECT.row,
+    routing::ROUTE.row,
+    routing::ROUTE_GIVEN_IDS.row,
+    routing::HISTOGRAM.row,
+    routing::PLACE.row,
+    routing::RAGGED.row,
+    routing::SCHEDULE.row,
+    routing::COMBINE.row,
+    quant::QUANTIZE_ROWS_E4M3.row,
+    quant::QUANTIZE_TILES_E4M3.row,
+    quant::QUANTIZE_FP8.row,
+    quant::QUANTIZE_FP8_TILES.row,
+    quant::QUANTIZE_FP8_SLOTS.row,
+    quant::QUANTIZE_FP8_ROWS.row,
+    quant::QUANTIZE_FP8_PEAK.row,
+    quant::QUANTIZE_FP8_TILE_ROWS.row,
+    quant::QUANTIZE_FP8_TILE_PEAK.row,
+    quant::EXPAND_SCALES.row,
+    quant::ROUND_ROWS_MXFP8.row,
+    quant::ROUND_TILES_MXFP8.row,
+    quant::ROUND_TILES_MXFP8_PORTABLE.row,
+    quant::ROUND_ROWS_NVFP4.row,
+    quant::ROUND_ROWS_NVFP4_PORTABLE.row,
+    quant::MXFP4_PEAK.row,
+    quant::MXFP4_PACK.row,
+    quant::MXFP4_UNPACK.row,
+    quant::MXFP4_SCALE_BYTES.row,
+    quant::MXFP4_LAYOUT_CODES.row,
+    quant::MXFP4_LAYOUT_SCALES.row,
+    quant::MXFP8_PEAK.row,
+    quant::MXFP8_PACK.row,
+    quant::NVFP4_PACK.row,
+    int4::PACK.row,
+    quant::QUANTIZE_MXFP4.row,
+    quant::DEQUANTIZE_MXFP4.row,
+    quant::QUANTIZE_MXFP8.row,
+    quant::DEQUANTIZE_MXFP8.row,
+    quant::QUANTIZE_NVFP4.row,
+    dense::MM_MXFP8_FEW.row,
+    dense::MM_MXFP8_WIDE.row,
+    dense::MM_MXFP8_TOKENS.row,
+    allreduce::ONE_SHOT.row,
+    allreduce::TWO_SHOT.row,
 ];
+
+// A family finds its row by its number.
+const _: () = {
+    let mut number = 0;
+    while number < FAMILIES.len() {
+        assert!(FAMILIES[number].family as usize == number);
+        number += 1;
+    }
+};
 
 /// A row of the table: the properties that the kernels of a family have in common.
 #[derive(Clone, Copy)]
@@ -182,8 +200,8 @@ pub struct Row {
     pub header: &'static str,
     /// The template arguments, in their order. Symbols name these arguments.
     pub arguments: &'static [Argument],
-    /// The parameters of a launch, as (type, name): tensor maps, then structs of src/params.
-    pub parameters: &'static [(&'static str, &'static str)],
+    /// The parameters in C++, as (type, name). [`Kernels`] takes them from its type.
+    parameters: &'static [(&'static str, &'static str)],
     /// The beginning of the family's unit names, if it is not the header's name.
     pub unit: &'static str,
     /// The arguments by which a family is cut into units; variants of one unit are compiled into one image.
@@ -274,17 +292,6 @@ pub const ZEROS: Argument = Argument::Flag("", "_zeros");
 /// Whether top-k is plain: without bias, groups and order by id. Such a kernel has a third of the code.
 pub const PLAIN: Argument = Argument::Flag("_any", "");
 
-/// Parameters of kernels that take one struct.
-pub const GEMM_PARAMS: &[(&str, &str)] = &[("GroupedGemmParams", "p")];
-pub const PAIR_PARAMS: &[(&str, &str)] = &[("GemmPairParams", "p")];
-/// Parameters of GEMMs that read weights through a tensor map.
-pub const MAPPED_PARAMS: &[(&str, &str)] = &[("CUtensorMap", "weights"), ("GroupedGemmParams", "p")];
-/// Parameters of layers in one launch.
-pub const LAYER_PARAMS: &[(&str, &str)] =
-    &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("LayerParams", "p")];
-pub const ROUTED_PARAMS: &[(&str, &str)] =
-    &[("CUtensorMap", "up_weights"), ("CUtensorMap", "down_weights"), ("RoutedLayerParams", "p")];
-
 /// Element type of activations and weights in a kernel. All-reduces alone have F32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Element {
@@ -304,7 +311,7 @@ pub enum Work {
     All,
 }
 
-/// One kernel. A field that its family does not use has the value of [`Variant::of`].
+/// One kernel, as plain data. A field that its family does not use has the value of [`Variant::NONE`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Variant {
     pub family: Family,
@@ -340,39 +347,30 @@ pub struct Variant {
 }
 
 impl Variant {
-    /// The kernel of a family without arguments. Other variants are made from it.
+    /// A variant without arguments, from which others are made. Its family has no meaning.
+    pub const NONE: Variant = Variant {
+        family: Family::GroupedGemmSm90,
+        element: Element::Bf16,
+        gated: false,
+        flag: false,
+        work: Work::All,
+        tokens: 0,
+        row_tiles: 1,
+        rows: 0,
+        consumers: 0,
+        warps: 0,
+        stages: 0,
+        blocks: 0,
+        vector: 8,
+        experts: 0,
+        ctas: 0,
+        ranks: 0,
+        chunks: 0,
+    };
+
+    /// The kernel of a family without arguments.
     pub const fn of(family: Family) -> Variant {
-        Variant {
-            family,
-            element: Element::Bf16,
-            gated: false,
-            flag: false,
-            work: Work::All,
-            tokens: 0,
-            row_tiles: 1,
-            rows: 0,
-            consumers: 0,
-            warps: 0,
-            stages: 0,
-            blocks: 0,
-            vector: 8,
-            experts: 0,
-            ctas: 0,
-            ranks: 0,
-            chunks: 0,
-        }
-    }
-
-    pub const fn gated(self, gated: bool) -> Variant {
-        Variant { gated, ..self }
-    }
-
-    pub const fn with_element(self, element: Element) -> Variant {
-        Variant { element, ..self }
-    }
-
-    pub const fn flag(self, flag: bool) -> Variant {
-        Variant { flag, ..self }
+        Variant { family, ..Variant::NONE }
     }
 
     pub fn row(&self) -> &'static Row {
@@ -424,10 +422,7 @@ impl Variant {
 
     /// The text (parameter list of the kernel, arguments of `run`) in C++.
     pub fn signature(&self) -> (String, String) {
-        let parameter = |&(of_type, name): &(&str, &str)| {
-            let space = if of_type == "CUtensorMap" { "" } else { "oxmoe::" };
-            format!("const __grid_constant__ {space}{of_type} {name}")
-        };
+        let parameter = |(of_type, name): &(&str, &str)| format!("const __grid_constant__ {of_type} {name}");
         let parameters = self.row().parameters;
         let names: Vec<&str> = parameters.iter().map(|(_, name)| *name).collect();
         (parameters.iter().map(parameter).collect::<Vec<_>>().join(", "), names.join(", "))
@@ -471,11 +466,6 @@ impl Variant {
         } else {
             64 * self.row_tiles * self.consumers
         }
-    }
-
-    /// Whether the kernel reads weights through a tensor map.
-    pub fn reads_through_a_map(&self) -> bool {
-        self.row().parameters[0].0 == "CUtensorMap"
     }
 
     /// The shape (row tiles, consumers) of the tensor map through which the kernel reads weights.
@@ -552,8 +542,13 @@ pub const fn least(a: u32, b: u32) -> u32 {
 }
 
 /// The gated and the plain form of each tile.
-pub fn both_forms(tiles: &[Variant]) -> impl Iterator<Item = Variant> + '_ {
-    tiles.iter().flat_map(|tile| [true, false].map(|gated| tile.gated(gated)))
+pub fn both_forms<P>(tiles: &[Kernel<P>]) -> impl Iterator<Item = Variant> + '_ {
+    tiles.iter().flat_map(|tile| [true, false].map(|gated| tile.gated(gated).variant()))
+}
+
+/// The form of each tile for an element type.
+fn forms<P>(tiles: &[Kernel<P>], element: Element, gated: bool) -> impl Iterator<Item = Variant> + '_ {
+    tiles.iter().map(move |tile| tile.with_element(element).gated(gated).variant())
 }
 
 /// Every kernel in the wheel. A variant that no plan chooses is removed (tests/plan.rs compares).
@@ -561,12 +556,12 @@ pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for element in [Element::Bf16, Element::F16] {
         for gated in [true, false] {
-            let of = |tiles: &[Variant]| tiles.iter().map(|t| t.with_element(element).gated(gated)).collect::<Vec<_>>();
-            all.extend(of(&sm90::TILES));
-            all.extend(of(&[layer::LAYER_TILE, layer::ROUTED_TILE]));
-            all.extend(of(&portable::PLAIN_TILES));
+            all.extend(forms(&sm90::TILES, element, gated));
+            all.extend(forms(&[layer::LAYER_TILE], element, gated));
+            all.extend(forms(&[layer::ROUTED_TILE], element, gated));
+            all.extend(forms(&portable::PLAIN_TILES, element, gated));
         }
-        all.push(routing::combine(element));
+        all.push(routing::combine(element).variant());
     }
     all.extend(packed::all());
     all.extend(int4::all());

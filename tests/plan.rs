@@ -4,9 +4,9 @@ mod legal;
 
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
-use _oxmoe::kernel::Launch;
+use _oxmoe::kernel::AnyLaunch;
 use _oxmoe::moe::plan::routing::{self, Logits};
-use _oxmoe::moe::plan::{self, CallDesc, InOrder, Program, Routed, Source, Task, Workspace, X};
+use _oxmoe::moe::plan::{self, CallDesc, InOrder, Program, Routed, Source, Step, Task, Workspace, X};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::{Format, Weights};
 use _oxmoe::variants::{self, Family, Variant};
@@ -115,13 +115,13 @@ fn program_of(call: &CallDesc, device: &Device) -> Program {
 }
 
 fn has(program: &Program, task: Task) -> bool {
-    program.steps().any(|step| step.task == task)
+    program.steps().any(|step| step.task() == task)
 }
 
 /// The launches with GEMMs in them.
-fn gemms(program: &Program) -> Vec<Launch> {
+fn gemms(program: &Program) -> Vec<AnyLaunch> {
     let tasks = [Task::Gemm1, Task::Gemm2, Task::BothGemms, Task::BothGemmsOfRows, Task::Layer, Task::RoutedLayer];
-    program.steps().filter(|step| tasks.contains(&step.task)).filter_map(|step| step.launch).collect()
+    program.steps().filter(|step| tasks.contains(&step.task())).filter_map(Step::launch).collect()
 }
 
 /// A call on rows in order.
@@ -161,7 +161,7 @@ fn programs_of_rows_in_order_fit() {
                 && layer.experts <= 128;
             let own = if finds { 2 + layer.experts as usize } else { 0 };
             assert_eq!(w.counters.bytes, 4 * awaited.max(own).max(4));
-            let asked: Vec<Launch> = program.launches().collect();
+            let asked: Vec<AnyLaunch> = program.launches().collect();
             assert!(asked.iter().all(|l| l.grid > 0 && l.shared_bytes <= device.shared_bytes), "{asked:?}");
             let loaded: HashSet<Variant> = plan::reachable(&device, &layer).into_iter().collect();
             for l in &asked {
@@ -178,7 +178,7 @@ fn programs_of_rows_in_order_fit() {
             let expected = InOrder { expected: in_order.expected + 1, ..in_order };
             let other = program_of(&CallDesc { source: Source::InOrder(expected), ..call }, &device);
             let but_gemm2 = |program: &Program| {
-                program.steps().copied().filter(|step| step.task != Task::Gemm2).collect::<Vec<_>>()
+                program.steps().copied().filter(|step| step.task() != Task::Gemm2).collect::<Vec<_>>()
             };
             let like =
                 (other.gemms, other.rounds, but_gemm2(&other)) == (program.gemms, program.rounds, but_gemm2(&program));
@@ -224,12 +224,12 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
         for (call, routed) in routed_calls(&device) {
             chosen.extend(program_of(&call, &device).launches().map(|l| l.variant));
             let alone = routed.logits.and_then(|logits| routing::select_alone(routed.tokens as u32, logits));
-            chosen.extend(alone.map(|l| l.variant));
+            chosen.extend(alone.map(|l| l.kernel.variant()));
         }
         for (call, _) in calls_in_order(&device) {
             chosen.extend(program_of(&call, &device).launches().map(|l| l.variant));
         }
-        chosen.insert(routing::ragged(1).variant);
+        chosen.insert(routing::ragged(1).kernel.variant());
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::quant::CONVERSIONS);
@@ -239,7 +239,7 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     chosen.insert(Variant::of(Family::ExpandScales));
     // These kernels quantise dense tensors.
     chosen.extend([Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of));
-    chosen.extend([16, 32].map(variants::quant::quantize_nvfp4));
+    chosen.extend([16, 32].map(|block| variants::quant::quantize_nvfp4(block).variant()));
     chosen.extend(variants::dense::all());
     chosen.extend(variants::allreduce::all());
     let unknown: Vec<_> = chosen.difference(&table).collect();
@@ -292,7 +292,7 @@ fn every_launch_is_legal_and_loaded_with_the_weights() {
 
 #[test]
 fn a_layer_keeps_its_kernel_family_at_every_batch_size() {
-    let hopper = |l: &Launch| l.variant.row().hopper;
+    let hopper = |l: &AnyLaunch| l.variant.row().hopper;
     for device in devices() {
         for (layer, top_k) in layers_on(&device) {
             let programs = TOKENS.iter().map(|&tokens| {
@@ -366,9 +366,9 @@ fn a_fused_layer_fits_on_the_gpu_at_once() {
     for device in devices() {
         for (call, _) in routed_calls(&device) {
             let program = program_of(&call, &device);
-            let together = program.steps().find(|step| matches!(step.task, Task::Layer | Task::RoutedLayer));
+            let together = program.steps().find(|step| matches!(step.task(), Task::Layer | Task::RoutedLayer));
             assert_eq!(has(&program, Task::Combine), together.is_none(), "{call:?} on {device:?}");
-            let Some(launch) = together.and_then(|step| step.launch) else { continue };
+            let Some(launch) = together.and_then(Step::launch) else { continue };
             let most = device.multiprocessors * launch.variant.ctas_per_multiprocessor();
             assert!(launch.grid <= most, "{call:?} on {device:?}: {launch}");
         }
@@ -409,7 +409,7 @@ fn schedule_fits_its_range() {
             assert_eq!(program.max_tiles, plan::max_tiles(call.slots(), layer.experts, tile_tokens), "{call:?}");
             assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{call:?} on {device:?}");
             // The schedule cuts experts in steps of 16 places, and a kernel takes tiles of up to its own width.
-            let width = |l: &Launch| {
+            let width = |l: &AnyLaunch| {
                 assert!(l.variant.tokens > 0, "{} is no GEMM", l.variant.symbol());
                 l.variant.tokens
             };

@@ -70,7 +70,7 @@ fn program(call: &CallDesc, device: Option<&Device>) -> Program {
 }
 
 fn tasks(call: &CallDesc, device: Option<&Device>) -> Vec<Task> {
-    program(call, device).steps().map(|step| step.task).collect()
+    program(call, device).steps().map(|step| step.task()).collect()
 }
 
 /// Places that hold data.
@@ -109,8 +109,8 @@ fn steps_read_what_is_there() {
             let counters = At::range(&ws.counters);
             for step in program.steps() {
                 let say = || format!("{step:?} of {call:?} on {device:?}: {program:?}");
-                assert_eq!(step.launch.is_some(), device.is_some(), "{}", say());
-                match step.task {
+                assert_eq!(step.launch().is_some(), device.is_some(), "{}", say());
+                match step.task() {
                     Task::Select => written.write(&[program.ids, program.slot_weights]),
                     Task::Route => {
                         if device.is_none() {
@@ -130,7 +130,7 @@ fn steps_read_what_is_there() {
                         written.write(&[own.tiles]);
                     }
                     Task::RoundX | Task::RoundHidden => {
-                        let round = program.rounds[usize::from(step.task == Task::RoundHidden)];
+                        let round = program.rounds[usize::from(step.task() == Task::RoundHidden)];
                         let round = round.unwrap_or_else(|| panic!("{}", say()));
                         written.require(&[round.from], &say);
                         if let Numbers::Nvfp4(own) = round.to {
@@ -139,7 +139,7 @@ fn steps_read_what_is_there() {
                         written.write(&[round.out, round.scales]);
                     }
                     Task::Gemm1 | Task::Gemm2 => {
-                        let (gemm, schedule) = match step.task {
+                        let (gemm, schedule) = match step.task() {
                             Task::Gemm1 => (up, &program.schedule),
                             _ => (down, program.down_schedule.as_ref().unwrap_or(&program.schedule)),
                         };
@@ -150,7 +150,7 @@ fn steps_read_what_is_there() {
                         written.write(&[gemm.out, gemm.out_scales]);
                     }
                     Task::BothGemms | Task::BothGemmsOfRows => {
-                        let schedule = if step.task == Task::BothGemms { program.schedule.tiles } else { At::NONE };
+                        let schedule = if step.task() == Task::BothGemms { program.schedule.tiles } else { At::NONE };
                         written.require(&[up.x, up.x_scales, up.row_scales, schedule], &say);
                         written.write(&[up.out, up.out_scales]);
                         written.require(&[down.x], &say);

@@ -12,123 +12,15 @@ use std::collections::hash_map::DefaultHasher;
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
 
+mod scenario;
 mod tests;
 
-/// One call as a rank makes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Call {
-    chunks: usize,
-    algorithm: Algorithm,
-}
-
-const fn one(chunks: usize) -> Call {
-    Call { chunks, algorithm: Algorithm::OneShot }
-}
-
-const fn two(chunks: usize) -> Call {
-    Call { chunks, algorithm: Algorithm::TwoShot }
-}
-
-/// The protocol; every field is a rule that a test breaks.
-#[derive(Clone, Copy)]
-struct Rules {
-    /// A reader empties the slot it has read.
-    empties: bool,
-    /// One-shot slots and headers take turns by epoch.
-    oneshot_turns: bool,
-    /// Scatter slots take turns by epoch.
-    scatter_turns: bool,
-    /// Emptying stores are visible before the next call begins.
-    drains: bool,
-    /// A reader tests both halves of a chunk.
-    both_halves: bool,
-    /// A sender replaces words that look empty before it sends them.
-    replaces: bool,
-    /// Calls without tokens exchange headers too.
-    headers_always: bool,
-    /// The epoch grows with every call.
-    epoch_grows: bool,
-    /// Headers are compared.
-    compares: bool,
-    /// A wait ends at its deadline.
-    deadline: bool,
-}
-
-const PROTOCOL: Rules = Rules {
-    empties: true,
-    oneshot_turns: true,
-    scatter_turns: true,
-    drains: true,
-    both_halves: true,
-    replaces: true,
-    headers_always: true,
-    epoch_grows: true,
-    compares: true,
-    deadline: true,
-};
-
-struct Scenario {
-    rules: Rules,
-    /// Calls of each rank, in order.
-    calls: Vec<Vec<Call>>,
-    /// The rank that may die at any step.
-    killed: Option<usize>,
-    /// Whether deadlines may fire at any poll, not only when nobody can go on. This plays a rank that is merely late.
-    hasty: bool,
-    /// Chunks that one rank owns come in runs of this many: with a large one the last ranks own nothing.
-    run: usize,
-    /// Whether chunks arrive whole. Scenarios in which the halves do not matter have fewer states then.
-    whole: bool,
-}
-
-impl Scenario {
-    fn new(ranks: usize, calls: &[Call]) -> Scenario {
-        Scenario {
-            rules: PROTOCOL,
-            calls: vec![calls.to_vec(); ranks],
-            killed: None,
-            hasty: false,
-            run: 1,
-            whole: false,
-        }
-    }
-
-    fn breaking(ranks: usize, calls: &[Call], change: impl Fn(&mut Rules)) -> Scenario {
-        let mut scenario = Scenario::new(ranks, calls);
-        change(&mut scenario.rules);
-        scenario
-    }
-
-    fn ranks(&self) -> usize {
-        self.calls.len()
-    }
-
-    /// Halves of a slot. A header is one 8-byte word; a chunk of data has two.
-    fn halves(&self, region: Region) -> usize {
-        if self.whole || region == Region::Header {
-            1
-        } else {
-            2
-        }
-    }
-
-    fn owner(&self, chunk: usize) -> usize {
-        chunk / self.run % self.ranks()
-    }
-}
+use scenario::{Call, Region, Scenario};
 
 /// Most chunks of a call.
 const CHUNKS: usize = 4;
 /// The first epoch of a scenario. From it, epochs wrap in the middle of a test.
 const FIRST_EPOCH: u32 = u32::MAX - 1;
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-enum Region {
-    Header,
-    OneShot,
-    Scatter,
-    Gathered,
-}
 
 /// Half a chunk in some rank's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -6,9 +6,10 @@ use super::protocol::{algorithm, owned, Algorithm, Layout, Shape, CHUNK_BYTES};
 use crate::device::{Arch, Device};
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
+use crate::params::AllReduceParams;
 use crate::params::Dtype;
 use crate::variants::allreduce::{one_shot, two_shot, RANKS_SERVED};
-use crate::variants::{Element, Variant, Work};
+use crate::variants::{Element, Kernel, Work};
 
 /// Chunks of a row that the kernels can hold. Without clusters, the limit is the number of threads of a CTA.
 const MAX_ROW_CHUNKS: u32 = 4096;
@@ -21,7 +22,7 @@ const LANES: u32 = 32;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AllReducePlan {
     pub algorithm: Algorithm,
-    pub launch: Launch,
+    pub launch: Launch<AllReduceParams>,
     /// Chunks of a row.
     pub row_chunks: u32,
     /// Two-shot: chunks that one rank owns.
@@ -96,7 +97,7 @@ fn oneshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
     let kernel = one_shot(element, ranks, work, work == Work::Norm && cluster == 1);
     let block = row_chunks.div_ceil(cluster).next_multiple_of(LANES);
     let rows = (resident(&kernel, block, device) / cluster).clamp(1, tokens.max(1));
-    let launch = Launch { variant: kernel, grid: rows * cluster, block, cluster, shared_bytes: 0 };
+    let launch = Launch { kernel, grid: rows * cluster, block, cluster, shared_bytes: 0 };
     AllReducePlan { algorithm: Algorithm::OneShot, launch, row_chunks, range: 0, stages: [0; 3] }
 }
 
@@ -111,7 +112,7 @@ fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
     let total = tokens as u64 * row_chunks as u64;
     AllReducePlan {
         algorithm: Algorithm::TwoShot,
-        launch: Launch { variant: kernel, grid, block, cluster: 1, shared_bytes: 0 },
+        launch: Launch { kernel, grid, block, cluster: 1, shared_bytes: 0 },
         row_chunks,
         range: owned(total, ranks as usize, 0).end as u32,
         stages: [scatter, reduce, grid - scatter - reduce],
@@ -119,14 +120,14 @@ fn twoshot(element: Element, ranks: u32, work: Work, tokens: u32, row_chunks: u3
 }
 
 /// CTAs of `block` threads that registers allow on the whole GPU.
-fn resident(kernel: &Variant, block: u32, device: &Device) -> u32 {
+fn resident(kernel: &Kernel<AllReduceParams>, block: u32, device: &Device) -> u32 {
     (kernel.threads() * kernel.ctas_per_multiprocessor() / block).min(32) * device.multiprocessors
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::variants::Family;
+    use crate::variants::{Family, Variant};
     use std::collections::HashSet;
 
     const SHAPES: [(u32, u32); 16] = [
@@ -166,10 +167,10 @@ mod tests {
                             assert!(row_chunks > if arch < 90 { 1024 } else { 4096 });
                             continue;
                         };
-                        let Launch { variant, grid, block, cluster, .. } = plan.launch;
-                        chosen.insert(variant);
+                        let Launch { kernel, grid, block, cluster, .. } = plan.launch;
+                        chosen.insert(kernel.variant());
                         assert!(grid > 0 && grid % cluster == 0 && block % LANES == 0, "{plan:?}");
-                        assert!(block > 0 && block <= variant.threads() && cluster <= 8, "{plan:?}");
+                        assert!(block > 0 && block <= kernel.threads() && cluster <= 8, "{plan:?}");
                         match plan.algorithm {
                             Algorithm::OneShot => {
                                 assert!(bytes <= layout.oneshot);
@@ -226,17 +227,17 @@ mod tests {
     fn one_row_a_cluster_as_far_as_they_are_resident() {
         let device = Device::typical(Arch::SM90);
         for (tokens, hidden) in [(1, 7168), (20, 16384), (1000, 2880), (5000, 16384), (5000, 64)] {
-            let Launch { variant: kernel, grid, block, cluster, .. } = plan(90, tokens, hidden, 1, Some(true)).launch;
+            let Launch { kernel, grid, block, cluster, .. } = plan(90, tokens, hidden, 1, Some(true)).launch;
             assert_eq!(
                 grid / cluster,
                 (resident(&kernel, block, &device) / cluster).min(tokens),
                 "{tokens} x {hidden}"
             );
             // The kernel with one CTA for each row serves the norm only, which needs nothing else to be kept.
-            let Variant { flag: alone, work, .. } = kernel;
+            let Variant { flag: alone, work, .. } = kernel.variant();
             assert_eq!(kernel.family, Family::AllReduceOneShot);
             assert_eq!((work, alone), (Work::Norm, cluster == 1));
-            let sum = plan(90, tokens, hidden, 0, Some(true)).launch.variant;
+            let sum = plan(90, tokens, hidden, 0, Some(true)).launch.kernel;
             assert_eq!((sum.family, sum.flag, sum.work), (Family::AllReduceOneShot, false, Work::Sum));
         }
     }

@@ -15,6 +15,7 @@ use crate::quant::ops::float_dtype;
 use crate::sizes::int;
 use crate::stats;
 use crate::tensor::{check_dtype, Contract, Dim, Elem, Origin, Place, View};
+use plan::MmLaunches;
 use pyo3::prelude::*;
 
 #[doc = crate::help!("mm_mxfp8")]
@@ -132,11 +133,13 @@ pub fn mm_mxfp8<'py>(
                 params.arrivals = plan.arrivals as i32;
                 let stream = Stream::new(gpu, from_a.current_stream(py)?, &checked)?;
                 let (passes, pass_rows) = (plan.passes as i32, plan.pass_rows as i32);
-                let few = MmMxfp8FewParams { product: params, passes, pass_rows };
-                for launch in plan.launches() {
-                    match passes {
-                        0 => stream.launch("mm_mxfp8", launch, &params)?,
-                        _ => stream.launch("mm_mxfp8", launch, &few)?,
+                match &plan.launches {
+                    MmLaunches::Few(launch) => {
+                        let few = MmMxfp8FewParams { product: params, passes, pass_rows };
+                        stream.launch("mm_mxfp8", launch, &few)?;
+                    }
+                    MmLaunches::Wide(launches) => {
+                        launches.iter().try_for_each(|launch| stream.launch("mm_mxfp8", launch, &params))?;
                     }
                 }
             }

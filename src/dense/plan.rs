@@ -1,10 +1,11 @@
 //! The choice of the dense kernel and the number of its CTAs: a function of the shape and the device.
 
 use crate::device::Device;
-use crate::kernel::Launch;
-use crate::variants::dense::{scale_bytes, tile, FEW, WIDE};
+use crate::kernel::{AnyLaunch, Launch};
+use crate::params::{MmMxfp8FewParams, MmMxfp8Params};
+use crate::variants::dense::{scale_bytes, tile, FEW, MM_MXFP8_TOKENS, WIDE};
 use crate::variants::routing::STATIC_SHARED;
-use crate::variants::{Family, Variant};
+use crate::variants::Kernel;
 
 /// Columns of K in a block. CTAs take one block at a time.
 const BLOCK_K: i64 = 128;
@@ -27,7 +28,15 @@ pub struct MmPlan {
     /// Kernels for few tokens: passes of a CTA, and rows of b in each pass. 0 in the wide kernel.
     pub passes: u32,
     pub pass_rows: u32,
-    launches: [Option<Launch>; 2],
+    pub launches: MmLaunches,
+}
+
+/// The launches of a product.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MmLaunches {
+    Few(Launch<MmMxfp8FewParams>),
+    /// The first launch brings the tokens into order.
+    Wide([Launch<MmMxfp8Params>; 2]),
 }
 
 impl MmPlan {
@@ -35,12 +44,17 @@ impl MmPlan {
         few(m, n, k, device).unwrap_or_else(|| wide(m, n, k, device))
     }
 
-    pub fn launches(&self) -> impl Iterator<Item = &Launch> {
-        self.launches.iter().flatten()
+    /// The launches, in their order.
+    pub fn launches(&self) -> impl Iterator<Item = AnyLaunch> {
+        let launches = match self.launches {
+            MmLaunches::Few(launch) => [Some(launch.any()), None],
+            MmLaunches::Wide(both) => both.map(|launch| Some(launch.any())),
+        };
+        launches.into_iter().flatten()
     }
 }
 
-fn few_shared_bytes(kernel: Variant, k: i64) -> u32 {
+fn few_shared_bytes(kernel: Kernel<MmMxfp8FewParams>, k: i64) -> u32 {
     kernel.least_shared_bytes().unwrap_or(0) + scale_bytes(&kernel, k as u32)
 }
 
@@ -58,7 +72,7 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
     let fitting = |ctas: i64, widest: u32, room: u32| {
         let rows = up(up_div(n, ctas), 4);
         let of_pass = (rows.min(64) as u32).next_power_of_two().clamp(16, 64);
-        let fits = |kernel: &Variant| {
+        let fits = |kernel: &Kernel<_>| {
             let (rows, of) = tile(kernel);
             of == tokens && rows <= of_pass.min(widest) && few_shared_bytes(*kernel, k) <= room
         };
@@ -83,18 +97,18 @@ fn few(m: i64, n: i64, k: i64, device: &Device) -> Option<MmPlan> {
         arrivals: 0,
         passes: passes as u32,
         pass_rows: pass_rows as u32,
-        launches: [Some(launch), None],
+        launches: MmLaunches::Few(launch),
     })
 }
 
-fn tiles(kernel: Variant, m: i64, n: i64) -> i64 {
+fn tiles(kernel: Kernel<MmMxfp8Params>, m: i64, n: i64) -> i64 {
     let (rows, tokens) = tile(&kernel);
     up_div(n, i64::from(rows)) * up_div(m, i64::from(tokens))
 }
 
-fn launch(kernel: Variant, grid: i64, cluster: u32) -> Launch {
+fn launch<P>(kernel: Kernel<P>, grid: i64, cluster: u32) -> Launch<P> {
     Launch {
-        variant: kernel,
+        kernel,
         grid: grid as u32,
         block: kernel.threads(),
         cluster,
@@ -119,7 +133,7 @@ enum Sharing {
 /// Time of a tile for a K block, in tens of ns. The constants below add the time of each wave of tiles, of each part of a cluster's K, of
 /// runs, and of sums that another CTA has for 16384 numbers (H200, docs/kernels/mm_mxfp8_sm90.md). The plan that these costs give was
 /// within 2.4 % of the fastest in 50 of 51 sizes, and 5 % behind in the other one.
-fn block_cost(kernel: Variant) -> i64 {
+fn block_cost(kernel: Kernel<MmMxfp8Params>) -> i64 {
     match tile(&kernel) {
         (128, 64) => 81,
         (192, 64 | 96) => 103,
@@ -147,7 +161,7 @@ fn runs(tiles: i64, blocks: i64, ctas: i64) -> (i64, i64) {
     (grid, tiles - (tiles / grid - 1).max(0) * grid)
 }
 
-fn cost(kernel: Variant, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -> i64 {
+fn cost(kernel: Kernel<MmMxfp8Params>, sharing: Sharing, tiles: i64, blocks: i64, ctas: i64) -> i64 {
     let of_block = block_cost(kernel);
     match sharing {
         Sharing::Whole => up_div(tiles, ctas) * (blocks * of_block + WAVE_COST),
@@ -201,10 +215,10 @@ fn wide(m: i64, n: i64, k: i64, device: &Device) -> MmPlan {
         arrivals: sharing_ctas as u32 * (rows / 64),
         passes: 0,
         pass_rows: 0,
-        launches: [
-            Some(launch(Variant::of(Family::MmMxfp8Tokens), units.min(16 * ctas), 1)),
-            Some(launch(kernel, grid, splits as u32)),
-        ],
+        launches: MmLaunches::Wide([
+            launch(MM_MXFP8_TOKENS.kernel(), units.min(16 * ctas), 1),
+            launch(kernel, grid, splits as u32),
+        ]),
     }
 }
 
@@ -221,11 +235,11 @@ mod tests {
 
     /// (rows of a pass and stages of the kernel, passes of a CTA and rows of b in each).
     fn few_kernel(plan: &MmPlan) -> Option<(u32, u32, u32, u32)> {
-        match plan.launches().next().map(|launch| launch.variant) {
-            Some(kernel) if kernel.family == Family::MmMxfp8FewSm90 => {
+        match plan.launches {
+            MmLaunches::Few(Launch { kernel, .. }) => {
                 Some((tile(&kernel).0, kernel.stages, plan.passes, plan.pass_rows))
             }
-            _ => None,
+            MmLaunches::Wide(_) => None,
         }
     }
 
@@ -235,9 +249,9 @@ mod tests {
         let sizes = NAMED.into_iter().chain([(18432, 20480)]);
         let plans =
             sizes.flat_map(|(n, k)| [1, 16, 20, 40, 64, 65, 200, 1024, 5000].map(|m| MmPlan::new(m, n, k, &device)));
-        let chosen: std::collections::HashSet<Variant> =
+        let chosen: std::collections::HashSet<_> =
             plans.flat_map(|plan| plan.launches().map(|launch| launch.variant).collect::<Vec<_>>()).collect();
-        let table = [&FEW[..], &WIDE, &[Variant::of(Family::MmMxfp8Tokens)]].concat();
+        let table = crate::variants::dense::all();
         assert_eq!(chosen, table.into_iter().collect());
     }
 

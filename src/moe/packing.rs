@@ -6,10 +6,12 @@ use crate::contract;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::kernel::Stream;
-use crate::params::{Parameters, W13Layout};
+use crate::params::W13Layout;
 use crate::quant::ops::check_vectors;
 use crate::quant::packed::{self, Extent, Form, Packed};
 use crate::tensor::{Borrowed, Contract, Elem, Place};
+use crate::variants::signature::Parameter;
+use crate::variants::Kernel;
 
 /// The name of the launches in errors.
 pub const OP: &str = "ExpertWeights: packing";
@@ -80,11 +82,12 @@ pub struct Source<'a> {
 }
 
 /// Packs w13 and w2 into new tensors, with a launch each; `layer` then describes the packed form. `params` makes the parameters of the
-/// packed form's kernel.
-pub fn pack_both<'py, P: Parameters>(
+/// kernel that packs.
+pub fn pack_both<'py, P: Parameter>(
     layer: &mut Layer,
     contract: &mut Contract<'_>,
     operands: &Operands<'py>,
+    kernel: Kernel<P>,
     params: impl Fn(&Source<'_>) -> Result<P>,
 ) -> Result<[PackedTensors<'py>; 2]> {
     let (experts, layout, gated) = (layer.desc.experts, layer.layout, layer.desc.gated);
@@ -107,7 +110,7 @@ pub fn pack_both<'py, P: Parameters>(
             scales: made.scales.data,
             factors: made.factors.data.cast(),
         };
-        packed::launch_pack(&stream, OP, extent, &params(&source)?)?;
+        packed::launch_pack(&stream, OP, kernel, extent, &params(&source)?)?;
         Ok(made.describe(packing.form, names, matrix))
     };
     let up = pack(["w13", "w13_scale"], &operands.w13, &mut layer.up, gated)?;

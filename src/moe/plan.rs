@@ -21,7 +21,7 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::params::Dtype;
+use crate::params::{CombineParams, Dtype, ScheduleParams};
 use crate::quant::{Activations, Format};
 use crate::variants::{self, Element, Family, Variant};
 pub use call::{CallDesc, InOrder, Routed, Source, X};
@@ -124,9 +124,9 @@ impl GemmDesc {
 }
 
 /// The launch that makes a schedule from the experts' numbers of rows.
-fn schedule() -> Launch {
-    let variant = Variant::of(Family::Schedule);
-    Launch { variant, grid: 1, block: variant.threads(), cluster: 1, shared_bytes: 0 }
+fn schedule() -> Launch<ScheduleParams> {
+    let kernel = variants::routing::SCHEDULE.kernel();
+    Launch { kernel, grid: 1, block: kernel.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Columns that a thread of the combine takes. With few outputs, few columns are better: there is less code to fetch. With many outputs,
@@ -143,16 +143,16 @@ pub fn combine_columns(tokens: i64, hidden: i64) -> u32 {
 }
 
 /// The launch of the combine. A CTA takes a part of one token's row.
-fn combine(tokens: i64, hidden: i64, element: Element) -> Launch {
-    let variant = variants::routing::combine(element);
-    let parts = (hidden as u32).div_ceil(variant.threads() * combine_columns(tokens, hidden));
-    Launch { variant, grid: units(tokens as u32, parts), block: variant.threads(), cluster: 1, shared_bytes: 0 }
+fn combine(tokens: i64, hidden: i64, element: Element) -> Launch<CombineParams> {
+    let kernel = variants::routing::combine(element);
+    let parts = (hidden as u32).div_ceil(kernel.threads() * combine_columns(tokens, hidden));
+    Launch { kernel, grid: units(tokens as u32, parts), block: kernel.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Every kernel that some call of this layer can use on this device. These kernels are loaded with the weights.
 pub fn reachable(device: &Device, layer: &LayerDesc) -> Vec<Variant> {
     let mut all = (set_of(device, layer).variants)(layer);
-    all.extend([variants::routing::combine(element(layer.dtype)), Variant::of(Family::Schedule)]);
+    all.extend([variants::routing::combine(element(layer.dtype)).variant(), Variant::of(Family::Schedule)]);
     all.extend(rounding::variants(device, layer.format));
     all.extend(routing::variants());
     all

@@ -3,10 +3,10 @@
 
 use super::parameters::{Operands, Parameters};
 use super::plan::rounds::{Fp8, Numbers, Nvfp4, Round, Which};
-use super::plan::steps::At;
+use super::plan::steps::{At, RoundLaunch};
 use crate::cpu;
-use crate::error::Result;
-use crate::kernel::{Launch, Stream};
+use crate::error::{Error, Result};
+use crate::kernel::Stream;
 use crate::params::{
     Dtype, ExpandScalesParams, QuantizeFp8Params, QuantizeRowsParams, RoundNvfp4Params, Tile, TileRowsParams,
 };
@@ -15,31 +15,30 @@ use crate::quant::fp8_ops;
 use std::fmt::Display;
 use std::ptr::{null, null_mut};
 
-/// The parameters of a step that rounds.
-enum Rounding {
-    Fp8(QuantizeFp8Params),
-    Fp8Scales(ExpandScalesParams),
-    E4m3(QuantizeRowsParams),
-    E4m3Tiles(TileRowsParams),
-    Mxfp8(QuantizeRowsParams),
-    Mxfp8Tiles(TileRowsParams),
-    Nvfp4(RoundNvfp4Params),
-}
-
 /// Launches a step that rounds.
 pub fn launch(
     stream: &Stream<'_>,
     op: impl Display,
-    launch: &Launch,
+    launch: &RoundLaunch,
     parameters: &Parameters<'_>,
     round: &Round,
 ) -> Result<()> {
-    match of(parameters, round) {
-        Rounding::Fp8(p) => stream.launch(op, launch, &p),
-        Rounding::Fp8Scales(p) => stream.launch(op, launch, &p),
-        Rounding::E4m3(p) | Rounding::Mxfp8(p) => stream.launch(op, launch, &p),
-        Rounding::E4m3Tiles(p) | Rounding::Mxfp8Tiles(p) => stream.launch(op, launch, &p),
-        Rounding::Nvfp4(p) => stream.launch(op, launch, &p),
+    match (launch, round.to) {
+        (RoundLaunch::Fp8(launch), Numbers::Fp8(own)) => stream.launch(op, launch, &fp8(parameters, round, &own)),
+        (RoundLaunch::Fp8Scales(launch), Numbers::Fp8Scales) => {
+            stream.launch(op, launch, &fp8_scales(parameters, round))
+        }
+        (RoundLaunch::Rows(launch), Numbers::E4m3 | Numbers::Mxfp8) => {
+            stream.launch(op, launch, &rows(parameters, round))
+        }
+        (RoundLaunch::TileRows(launch), Numbers::E4m3 | Numbers::Mxfp8) => {
+            stream.launch(op, launch, &tile_rows(parameters, round))
+        }
+        (RoundLaunch::Nvfp4(launch), Numbers::Nvfp4(own)) => stream.launch(op, launch, &nvfp4(parameters, round, &own)),
+        (_, to) => Err(Error::Cuda(format!(
+            "oxmoe: internal error, please report it: {op}: {} does not round to {to:?}",
+            launch.any()
+        ))),
     }
 }
 
@@ -50,26 +49,13 @@ pub fn launch(
 pub unsafe fn on_cpu(parameters: &Parameters<'_>, round: &Round) {
     // SAFETY: the caller's contract.
     unsafe {
-        match &of(parameters, round) {
-            Rounding::Fp8(p) => cpu::quantize_fp8(p),
-            Rounding::Fp8Scales(p) => cpu::expand_scales(p),
-            Rounding::E4m3(p) | Rounding::E4m3Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_to_e4m3(p),
-            Rounding::Mxfp8(p) | Rounding::Mxfp8Tiles(TileRowsParams { rows: p, .. }) => cpu::round_rows_mxfp8(p),
-            Rounding::Nvfp4(p) => cpu::round_to_nvfp4(p),
+        match round.to {
+            Numbers::Fp8(own) => cpu::quantize_fp8(&fp8(parameters, round, &own)),
+            Numbers::Fp8Scales => cpu::expand_scales(&fp8_scales(parameters, round)),
+            Numbers::E4m3 => cpu::round_rows_to_e4m3(&rows(parameters, round)),
+            Numbers::Mxfp8 => cpu::round_rows_mxfp8(&rows(parameters, round)),
+            Numbers::Nvfp4(own) => cpu::round_to_nvfp4(&nvfp4(parameters, round, &own)),
         }
-    }
-}
-
-fn of(parameters: &Parameters<'_>, round: &Round) -> Rounding {
-    let in_tiles = |rows| TileRowsParams { rows, tile_rows: parameters.program.schedule.tile_tokens };
-    match (round.to, round.which) {
-        (Numbers::Fp8(own), _) => Rounding::Fp8(fp8(parameters, round, &own)),
-        (Numbers::Fp8Scales, _) => Rounding::Fp8Scales(fp8_scales(parameters, round)),
-        (Numbers::Nvfp4(own), _) => Rounding::Nvfp4(nvfp4(parameters, round, &own)),
-        (Numbers::E4m3, Which::OfTiles) => Rounding::E4m3Tiles(in_tiles(rows(parameters, round))),
-        (Numbers::E4m3, _) => Rounding::E4m3(rows(parameters, round)),
-        (Numbers::Mxfp8, Which::OfTiles) => Rounding::Mxfp8Tiles(in_tiles(rows(parameters, round))),
-        (Numbers::Mxfp8, _) => Rounding::Mxfp8(rows(parameters, round)),
     }
 }
 
@@ -146,6 +132,11 @@ fn rows(parameters: &Parameters<'_>, round: &Round) -> QuantizeRowsParams {
         tile_count,
         x_is_older: round.x_is_older,
     }
+}
+
+/// The parameters for rounding the rows of a schedule.
+fn tile_rows(parameters: &Parameters<'_>, round: &Round) -> TileRowsParams {
+    TileRowsParams { rows: rows(parameters, round), tile_rows: parameters.program.schedule.tile_tokens }
 }
 
 fn nvfp4(parameters: &Parameters<'_>, round: &Round, own: &Nvfp4) -> RoundNvfp4Params {

@@ -1,7 +1,8 @@
 //! Routing that stands alone: the launches of `sort_by_expert`, and the sort parameters of `topk`, which sorts nothing.
 
 use super::plan::routing::RoutingPlan;
-use crate::error::Result;
+use super::plan::steps::RouteLaunch;
+use crate::error::{Error, Result};
 use crate::kernel::Stream;
 use crate::params::RouteParams;
 
@@ -29,5 +30,10 @@ pub const NO_SORT: RouteParams = RouteParams {
 
 /// Launches the sort of given ids.
 pub fn launch(stream: &Stream<'_>, op: &str, plan: &RoutingPlan, route: &RouteParams) -> Result<()> {
-    plan.launches().try_for_each(|launch| stream.launch(op, &launch, route))
+    plan.launches().try_for_each(|launch| match launch {
+        RouteLaunch::Sort(launch) => stream.launch(op, &launch, route),
+        RouteLaunch::Select(_) => Err(Error::Cuda(format!(
+            "oxmoe: internal error, please report it: {op}: the plan is of router logits, not of given ids"
+        ))),
+    })
 }

@@ -1,14 +1,14 @@
 //! Runs a program: each step is a launch on a GPU's stream, or a function of the CPU backend.
 
 use super::parameters::{Parameters, Side};
+use super::plan::steps::{GemmLaunch, RoundLaunch, RouteLaunch, RoutedLayerLaunch};
 use super::plan::{sm90, Step, Task};
 use super::rounds;
 use crate::counters::{self, Counts};
 use crate::cpu;
 use crate::error::{Error, Result};
-use crate::kernel::{Launch, Stream};
+use crate::kernel::Stream;
 use crate::tma::{self, TensorMap};
-use crate::variants::Family;
 use std::fmt;
 
 /// The name of a step in errors: its call and its task.
@@ -30,8 +30,8 @@ fn misplaced(op: &str, task: Task) -> Error {
 pub fn on_gpu(stream: &Stream<'_>, call: &str, parameters: &Parameters<'_>, workspace: *mut u8) -> Result<()> {
     // A launch whose CTAs wait for each other may be too large for the stream. If that is known, it is an error before anything is
     // launched.
-    let waits = |step: &Step| matches!(step.task, Task::Layer | Task::RoutedLayer);
-    let too_large = |step: &Step| waits(step) && step.launch.is_some_and(|launch| !stream.holds(&launch));
+    let waits = |step: &Step| matches!(step, Step::Layer(_) | Step::RoutedLayer(_));
+    let too_large = |step: &Step| waits(step) && step.launch().is_some_and(|launch| !stream.holds(&launch));
     if parameters.program.steps().any(too_large) {
         return Err(Error::TooLarge(format!(
             "{call}: this stream has too few multiprocessors for all CTAs of a launch at once"
@@ -49,49 +49,59 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
-    fn launch(&self, &Step { task, launch }: &Step) -> Result<()> {
-        let (p, program, name) = (self.parameters, self.parameters.program, Name(self.call, task));
-        let Some(launch) = &launch else { return Err(misplaced(self.call, task)) };
-        let rounds = |side: Side| match &program.rounds[side as usize] {
-            Some(round) => rounds::launch(self.stream, name, launch, p, round),
-            None => Err(misplaced(self.call, task)),
+    fn launch(&self, step: &Step) -> Result<()> {
+        let (p, program, task) = (self.parameters, self.parameters.program, step.task());
+        let (stream, name) = (self.stream, Name(self.call, task));
+        let multiprocessors = stream.device().multiprocessors;
+        let misplaced = || misplaced(self.call, task);
+        let round = |launch: &RoundLaunch, side: Side| {
+            let round = program.rounds[side as usize].as_ref().ok_or_else(misplaced)?;
+            rounds::launch(stream, name, launch, p, round)
         };
-        match task {
-            Task::Select => Err(misplaced(self.call, task)),
-            Task::Route => match (launch.variant.family, p.select()) {
-                (Family::Select | Family::Route, Some(select)) => {
-                    self.stream.launch(name, launch, (&select, &p.route()))
-                }
-                _ => self.stream.launch(name, launch, &p.route()),
-            },
-            Task::Schedule => self.stream.launch(name, launch, &p.schedule()),
-            Task::DownSchedule => match &program.down_schedule {
-                Some(own) => self.stream.launch(name, launch, &p.down_schedule(own)),
-                None => Err(misplaced(self.call, task)),
-            },
-            Task::RoundX => rounds(Side::Up),
-            Task::RoundHidden => rounds(Side::Down),
-            Task::Gemm1 => self.launch_gemm(name, launch, Side::Up),
-            Task::Gemm2 => self.launch_gemm(name, launch, Side::Down),
-            Task::BothGemms => self.stream.launch(name, launch, &p.gemm_pair(self.stream.device().multiprocessors)),
-            Task::BothGemmsOfRows => {
+        match step {
+            Step::Route(Some(RouteLaunch::Select(launch))) => {
+                let select = p.select().ok_or_else(misplaced)?;
+                stream.launch(name, launch, (&select, &p.route()))
+            }
+            Step::Route(Some(RouteLaunch::Sort(launch))) => stream.launch(name, launch, &p.route()),
+            Step::Schedule(Some(launch)) => stream.launch(name, launch, &p.schedule()),
+            Step::DownSchedule(launch) => {
+                let own = program.down_schedule.as_ref().ok_or_else(misplaced)?;
+                stream.launch(name, launch, &p.down_schedule(own))
+            }
+            Step::RoundX(Some(launch)) => round(launch, Side::Up),
+            Step::RoundHidden(Some(launch)) => round(launch, Side::Down),
+            Step::Gemm1(Some(launch)) => self.launch_gemm(name, launch, Side::Up),
+            Step::Gemm2(Some(launch)) => self.launch_gemm(name, launch, Side::Down),
+            Step::BothGemms(launch) => stream.launch(name, launch, &p.gemm_pair(multiprocessors)),
+            Step::BothGemmsOfRows(launch) => {
                 let counters = self.own_counters(name, Counts::Pair { experts: p.layer.desc.experts })?;
-                self.stream.launch(name, launch, &p.gemm_pair_of_rows(self.stream.device().multiprocessors, counters))
+                stream.launch(name, launch, &p.gemm_pair_of_rows(multiprocessors, counters))
             }
-            Task::Layer => {
+            Step::Layer(launch) => {
                 let (up, down) = self.layer_maps(name)?;
-                self.stream.launch(name, launch, (up, down, &p.layer()))
+                stream.launch(name, launch, (up, down, &p.layer()))
             }
-            Task::RoutedLayer => {
-                let Some(select) = p.select() else { return Err(misplaced(self.call, task)) };
+            Step::RoutedLayer(launch) => {
+                let select = p.select().ok_or_else(misplaced)?;
                 let params = p.routed_layer(select, self.own_counters(name, Counts::Layer)?);
-                if launch.variant.family == Family::RoutedLayerMxfp4Sm90 {
-                    return self.stream.launch(name, launch, &params);
+                match launch {
+                    RoutedLayerLaunch::Plain(launch) => stream.launch(name, launch, &params),
+                    RoutedLayerLaunch::Mapped(launch) => {
+                        let (up, down) = self.layer_maps(name)?;
+                        stream.launch(name, launch, (up, down, &params))
+                    }
                 }
-                let (up, down) = self.layer_maps(name)?;
-                self.stream.launch(name, launch, (up, down, &params))
             }
-            Task::Combine => self.stream.launch(name, launch, &p.combine()),
+            Step::Combine(Some(launch)) => stream.launch(name, launch, &p.combine()),
+            Step::Select
+            | Step::Route(None)
+            | Step::Schedule(None)
+            | Step::RoundX(None)
+            | Step::RoundHidden(None)
+            | Step::Gemm1(None)
+            | Step::Gemm2(None)
+            | Step::Combine(None) => Err(misplaced()),
         }
     }
 
@@ -100,23 +110,22 @@ impl Runner<'_> {
         counters::of_launch(self.stream, name, counts, self.workspace, self.parameters.counters())
     }
 
-    fn launch_gemm(&self, name: Name<'_>, launch: &Launch, side: Side) -> Result<()> {
+    fn launch_gemm(&self, name: Name<'_>, launch: &GemmLaunch, side: Side) -> Result<()> {
         let (p, layer) = (self.parameters, self.parameters.layer);
         let maps = if side == Side::Up { &layer.up_maps } else { &layer.down_maps };
-        let map = || {
-            let (row_tiles, consumers) = launch.variant.map_shape();
-            maps.get(name, row_tiles, consumers)
-        };
-        match launch.variant.family {
-            Family::GroupedGemmFp8OrderedSm90 => {
+        let map = |(row_tiles, consumers)| maps.get(name, row_tiles, consumers);
+        match launch {
+            GemmLaunch::Plain(launch) => self.stream.launch(name, launch, &p.gemm(side)),
+            GemmLaunch::Mapped(launch) => {
+                self.stream.launch(name, launch, (map(launch.kernel.map_shape())?, &p.gemm(side)))
+            }
+            GemmLaunch::Ordered(launch) => {
                 let ordered = p.ordered_gemm(side);
                 let (rows, columns) = (p.program.gemms[side as usize].order.rows, 2 * ordered.gemm.k);
                 // NOTE: the map is encoded here and not at load, because x lies elsewhere in every call.
                 let tokens = tma::encode_rows_e4m3(ordered.gemm.x, rows as u64, columns as u64)?;
-                self.stream.launch(name, launch, (map()?, &tokens, &ordered))
+                self.stream.launch(name, launch, (map(launch.kernel.map_shape())?, &tokens, &ordered))
             }
-            _ if launch.variant.reads_through_a_map() => self.stream.launch(name, launch, (map()?, &p.gemm(side))),
-            _ => self.stream.launch(name, launch, &p.gemm(side)),
         }
     }
 
@@ -133,7 +142,7 @@ impl Runner<'_> {
 /// Every place that the program names is valid for the call's shapes.
 pub unsafe fn on_cpu(call: &str, parameters: &Parameters<'_>) -> Result<()> {
     // SAFETY: the caller's contract holds for each step.
-    parameters.program.steps().try_for_each(|step| unsafe { step_on_cpu(call, parameters, step.task) })
+    parameters.program.steps().try_for_each(|step| unsafe { step_on_cpu(call, parameters, step.task()) })
 }
 
 /// # Safety

@@ -6,7 +6,8 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::params::{Dtype, W13Layout};
 use crate::tma::{self, TensorMap};
-use crate::variants::{fp8, Family, Variant};
+use crate::variants::signature::MappedGemm;
+use crate::variants::{fp8, Family, Kernel};
 use std::fmt::Display;
 
 /// Tensor maps of one weight tensor, one for each (row tiles, consumers) that a Hopper tile can have and the weights' shape allows.
@@ -69,7 +70,7 @@ pub fn encode(
 fn encode_fp8(data: *const u8, (experts, rows, k): (u64, u64, u64), gated: bool) -> Result<WeightMaps> {
     let parts = if gated { 2 } else { 1 };
     let part_rows = rows / parts;
-    let map = |tile: &Variant| -> Result<_> {
+    let map = |tile: &Kernel<MappedGemm>| -> Result<_> {
         let slices = 4 * tile.consumers;
         let dims = match gated {
             _ if tile.family == Family::GroupedGemmFp8WideSm90 && part_rows % fp8::BLOCK_ROWS != 0 => {

@@ -7,10 +7,11 @@ use crate::cpu;
 use crate::device::gpu;
 use crate::error::{guard, Error};
 use crate::kernel::{Launch, Stream};
-use crate::params::{Dtype, Fp8Scaling, QuantizeFp8Params};
+use crate::params::{Dtype, ExpandScalesParams, Fp8Scaling, QuantizeFp8Params};
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
-use crate::variants::{Family, Variant};
+use crate::variants::signature::Signature;
+use crate::variants::{quant, Kernels};
 use pyo3::prelude::*;
 
 const GROUPS: [i64; 4] = [16, 32, 64, 128];
@@ -106,8 +107,8 @@ pub fn quantize_fp8<'py>(
 
 /// The launch that quantises `numbers` in groups of `group` columns. A thread takes 32 numbers in groups of 128 16-bit numbers, and
 /// otherwise eight.
-fn groups_of(numbers: i64, group: i64, elem: Elem) -> Launch {
-    launch_of(Family::QuantizeFp8, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
+fn groups_of(numbers: i64, group: i64, elem: Elem) -> Launch<QuantizeFp8Params> {
+    launch_of(&quant::QUANTIZE_FP8, numbers / if group == 128 && elem != Elem::F32 { 32 } else { 8 })
 }
 
 /// The largest number of CTAs that find the largest magnitude. The data that they read ahead covers the memory's latency.
@@ -117,16 +118,16 @@ const MOST_PEAK_CTAS: u32 = 256;
 const ONE_CTA_NUMBERS: i64 = 1 << 14;
 
 /// The launches that quantise bf16 activations in groups of 128. The first finds the largest magnitude, if all rows have one scale.
-pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2] {
-    let groups = launch_of(Family::QuantizeFp8, rows * columns / 32);
+pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch<QuantizeFp8Params>>; 2] {
+    let groups = launch_of(&quant::QUANTIZE_FP8, rows * columns / 32);
     match scaling {
         Fp8Scaling::Rows => {
             let threads = rows * i64::from(row_threads(columns as i32));
-            [None, Some(launch_of(Family::QuantizeFp8Rows, threads))]
+            [None, Some(launch_of(&quant::QUANTIZE_FP8_ROWS, threads))]
         }
-        Fp8Scaling::Peak if rows * columns <= ONE_CTA_NUMBERS => [None, Some(launch_of(Family::QuantizeFp8Rows, 1))],
+        Fp8Scaling::Peak if rows * columns <= ONE_CTA_NUMBERS => [None, Some(launch_of(&quant::QUANTIZE_FP8_ROWS, 1))],
         Fp8Scaling::Peak => {
-            let peak = launch_of(Family::QuantizeFp8Peak, rows * columns / 32);
+            let peak = launch_of(&quant::QUANTIZE_FP8_PEAK, rows * columns / 32);
             [Some(Launch { grid: peak.grid.min(MOST_PEAK_CTAS), ..peak }), Some(groups)]
         }
         _ => [None, Some(groups)],
@@ -134,8 +135,8 @@ pub fn plan(scaling: Fp8Scaling, rows: i64, columns: i64) -> [Option<Launch>; 2]
 }
 
 /// The launch that quantises rows of bf16 in groups of 128 and writes them to their slots' places.
-pub fn to_slots(rows: i64, columns: i64) -> Launch {
-    launch_of(Family::QuantizeFp8Slots, rows * columns / 32)
+pub fn to_slots(rows: i64, columns: i64) -> Launch<QuantizeFp8Params> {
+    launch_of(&quant::QUANTIZE_FP8_SLOTS, rows * columns / 32)
 }
 
 /// Threads of a row with one scale. A thread takes four vectors of eight numbers, and a row has at most the 256 threads of a CTA.
@@ -144,13 +145,13 @@ pub fn row_threads(columns: i32) -> i32 {
 }
 
 /// The launch that brings a caller's scales of `rows` rows and `groups` groups into order.
-pub fn expansion(rows: i64, groups: i64) -> Launch {
-    launch_of(Family::ExpandScales, rows * groups)
+pub fn expansion(rows: i64, groups: i64) -> Launch<ExpandScalesParams> {
+    launch_of(&quant::EXPAND_SCALES, rows * groups)
 }
 
-fn launch_of(family: Family, threads: i64) -> Launch {
-    let variant = Variant::of(family);
-    let block = variant.threads();
+fn launch_of<P: Signature>(kernels: &Kernels<P>, threads: i64) -> Launch<P> {
+    let kernel = kernels.kernel();
+    let block = kernel.threads();
     let grid = u32::try_from(threads.max(1).unsigned_abs().div_ceil(block.into())).unwrap_or(u32::MAX);
-    Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }
+    Launch { kernel, grid, block, cluster: 1, shared_bytes: 0 }
 }

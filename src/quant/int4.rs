@@ -6,11 +6,11 @@
 
 use super::blocks::{BlockKind, Blocks, CodeRow};
 use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
-use super::{mxfp4, Borders, Format, Packing, QuantSpec, Weights};
+use super::{mxfp4, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::params::Dtype;
-use crate::variants::{int4, Family};
+use crate::variants::int4;
 
 /// The least number of columns that share a scale. The columns of a group are a multiple of it.
 pub const BLOCK: usize = 32;
@@ -30,15 +30,8 @@ pub const ROW: QuantSpec = QuantSpec {
     bare_tensors: false,
     portable: &int4::PORTABLE_TILES,
     packing: Some(Packing {
-        form: Form {
-            code_bytes: CODE_BYTES,
-            scale_bytes: 2 * SCALE_BYTES,
-            factors_of_halves: false,
-            peak: None,
-            pack: Family::Int4Pack,
-        },
-        tiles: &int4::TILES,
-        fours: &int4::FOURS,
+        form: Form { code_bytes: CODE_BYTES, scale_bytes: 2 * SCALE_BYTES, factors_of_halves: false },
+        tiles: PackedTiles::Together { tiles: &int4::TILES, fours: &int4::FOURS },
         borders: Borders::FourBits,
     }),
     ..mxfp4::ROW
@@ -51,15 +44,8 @@ pub const ZEROS_ROW: QuantSpec = QuantSpec {
     bits_per_weight: 4.75,
     portable: &int4::PORTABLE_ZEROS_TILES,
     packing: Some(Packing {
-        form: Form {
-            code_bytes: CODE_BYTES,
-            scale_bytes: 3 * SCALE_BYTES,
-            factors_of_halves: false,
-            peak: None,
-            pack: Family::Int4Pack,
-        },
-        tiles: &int4::ZEROS_TILES,
-        fours: &int4::ZEROS_FOURS,
+        form: Form { code_bytes: CODE_BYTES, scale_bytes: 3 * SCALE_BYTES, factors_of_halves: false },
+        tiles: PackedTiles::Together { tiles: &int4::ZEROS_TILES, fours: &int4::ZEROS_FOURS },
         borders: Borders::FourBits,
     }),
     ..ROW

@@ -21,8 +21,8 @@ pub mod row_ops;
 pub mod scale_layout;
 
 use crate::error::{Error, Result};
-use crate::params::{Dtype, Fp8Scaling};
-use crate::variants::{portable, Variant};
+use crate::params::{Dtype, Fp8Scaling, GemmPairParams, GroupedGemmParams};
+use crate::variants::{portable, Kernel};
 use packed::Form;
 
 /// The formats of [`FORMATS`], in its order.
@@ -112,7 +112,7 @@ pub struct QuantSpec {
     /// Whether a call takes the weights as tensors, too. Weights of the other formats are more tensors than `moe_tensors` takes.
     pub bare_tensors: bool,
     /// The tiles of its portable kernel, ordered by tokens.
-    pub portable: &'static [Variant],
+    pub portable: &'static [Kernel<GroupedGemmParams>],
     /// The packed form of weights that GPUs read, if the format has one. It is made at load.
     pub packing: Option<Packing>,
 }
@@ -121,12 +121,18 @@ pub struct QuantSpec {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Packing {
     pub form: Form,
-    /// The tiles, ordered by tokens.
-    pub tiles: &'static [Variant],
-    /// Tiles for a K of whole pipeline stages of four blocks.
-    pub fours: &'static [Variant],
+    pub tiles: PackedTiles,
     /// The borders between one tile and the next.
     pub borders: Borders,
+}
+
+/// The tiles of a packed format on Hopper, ordered by tokens.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum PackedTiles {
+    /// A launch has both GEMMs. `fours`: tiles for a K of whole pipeline stages of four blocks.
+    Together { tiles: &'static [Kernel<GemmPairParams>], fours: &'static [Kernel<GemmPairParams>] },
+    /// Each GEMM has a launch.
+    Apart(&'static [Kernel<GroupedGemmParams>]),
 }
 
 /// Borders between the tiles of a packed format on Hopper. `moe::plan::packed_sm90` has measured them.

@@ -1,13 +1,13 @@
 //! MXFP4 (OCP Microscaling Formats 1.0): e2m1 elements, two a byte with the low nibble first, and one E8M0 scale for 32 of them.
 
 use super::blocks::{byte_a_block, BlockKind, Blocks, CodeRow};
-use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
-use super::{e2m1, packed_e4m3, Activations, Borders, Format, Packing, QuantSpec, Weights, E4M3_SPEED};
+use super::packed::{Form, Packers, CODE_BYTES, SCALE_BYTES};
+use super::{e2m1, packed_e4m3, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights, E4M3_SPEED};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::parallel::*;
 use crate::params::Dtype;
-use crate::variants::{packed, portable, Family};
+use crate::variants::{self, packed, portable};
 use half::{bf16, f16};
 
 /// Elements that share a scale.
@@ -29,20 +29,17 @@ pub const ROW: QuantSpec = QuantSpec {
     portable: &portable::MXFP4_TILES,
     packing: Some(Packing {
         form: FORM,
-        tiles: &packed::MXFP4_TILES,
-        fours: &packed::MXFP4_FOURS,
+        tiles: PackedTiles::Together { tiles: &packed::MXFP4_TILES, fours: &packed::MXFP4_FOURS },
         borders: Borders::FourBits,
     }),
 };
 
 /// The packed form that GPU kernels read.
-pub const FORM: Form = Form {
-    code_bytes: CODE_BYTES,
-    scale_bytes: SCALE_BYTES,
-    factors_of_halves: false,
-    peak: Some(Family::Mxfp4Peak),
-    pack: Family::Mxfp4Pack,
-};
+pub const FORM: Form = Form { code_bytes: CODE_BYTES, scale_bytes: SCALE_BYTES, factors_of_halves: false };
+
+/// The kernels that pack.
+pub const PACKERS: Packers =
+    Packers { peak: variants::quant::MXFP4_PEAK.kernel(), pack: variants::quant::MXFP4_PACK.kernel() };
 
 /// The format whose activations are quantised to e4m3, with one scale for each row.
 pub const A8_ROW: QuantSpec = QuantSpec {
@@ -50,7 +47,7 @@ pub const A8_ROW: QuantSpec = QuantSpec {
     name: "mxfp4-a8",
     activations: Activations::E4m3Rows,
     speed: E4M3_SPEED,
-    packing: Some(Packing { form: FORM, tiles: &packed::MXFP4_E4M3_TILES, fours: &[], borders: Borders::E4m3 }),
+    packing: Some(Packing { form: FORM, tiles: PackedTiles::Apart(&packed::MXFP4_E4M3_TILES), borders: Borders::E4m3 }),
     ..ROW
 };
 

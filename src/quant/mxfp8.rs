@@ -1,10 +1,10 @@
 //! MXFP8 (OCP Microscaling Formats 1.0): e4m3 elements and one E8M0 scale for 32 of them.
 
 use super::blocks::{byte_a_block, BlockKind};
-use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
-use super::{e2m1, mxfp4, Activations, Borders, Format, Packing, QuantSpec, Weights};
+use super::packed::{Form, Packers, CODE_BYTES, SCALE_BYTES};
+use super::{e2m1, mxfp4, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
 use crate::cpu::narrow::{e4m3, e4m3_value};
-use crate::variants::{packed, portable, Family};
+use crate::variants::{self, packed, portable};
 use half::bf16;
 use std::sync::LazyLock;
 
@@ -22,19 +22,16 @@ pub const ROW: QuantSpec = QuantSpec {
     inner_block: BLOCK as i64,
     portable: &portable::MXFP8_TILES,
     packing: Some(Packing {
-        form: Form {
-            code_bytes: 2 * CODE_BYTES,
-            scale_bytes: SCALE_BYTES,
-            factors_of_halves: false,
-            peak: Some(Family::Mxfp8Peak),
-            pack: Family::Mxfp8Pack,
-        },
-        tiles: &packed::MXFP8_TILES,
-        fours: &[],
+        form: Form { code_bytes: 2 * CODE_BYTES, scale_bytes: SCALE_BYTES, factors_of_halves: false },
+        tiles: PackedTiles::Together { tiles: &packed::MXFP8_TILES, fours: &[] },
         borders: Borders::Mxfp8,
     }),
     ..mxfp4::ROW
 };
+
+/// The kernels that pack.
+pub const PACKERS: Packers =
+    Packers { peak: variants::quant::MXFP8_PEAK.kernel(), pack: variants::quant::MXFP8_PACK.kernel() };
 
 /// Blocks of MXFP8. They are expanded to bf16 only.
 pub static BLOCKS: BlockKind = BlockKind {

@@ -12,7 +12,7 @@ use crate::kernel::{Launch, Stream};
 use crate::params::{Dtype, QuantizeMxfp8Params};
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Origin, Place, View};
-use crate::variants::{Family, Variant};
+use crate::variants::{quant, Kernel};
 use pyo3::prelude::*;
 
 const BLOCK: i64 = mxfp8::BLOCK as i64;
@@ -68,7 +68,7 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "mxfp8_quantize", Family::QuantizeMxfp8, &params)?;
+            launch(&stream, "mxfp8_quantize", quant::QUANTIZE_MXFP8.kernel(), &params)?;
         } else {
             check_numbers("x", &from)?;
             // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
@@ -122,7 +122,7 @@ pub fn dequantize_mxfp8<'py>(
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("codes", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "mxfp8_dequantize", Family::DequantizeMxfp8, &params)?;
+            launch(&stream, "mxfp8_dequantize", quant::DEQUANTIZE_MXFP8.kernel(), &params)?;
         } else {
             check_numbers("out", &out)?;
             // SAFETY: the contract checked shapes and dtypes, and the output is new.
@@ -151,11 +151,10 @@ fn check_numbers(operand: &str, numbers: &View) -> Result<()> {
 }
 
 /// Launches a thread for eight numbers, over all rows and groups that have scales.
-pub fn launch(stream: &Stream<'_>, op: &str, family: Family, p: &QuantizeMxfp8Params) -> Result<()> {
-    let variant = Variant::of(family);
+fn launch(stream: &Stream<'_>, op: &str, kernel: Kernel<QuantizeMxfp8Params>, p: &QuantizeMxfp8Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let threads = layout.bytes(p.rows as usize, p.padded_columns as usize / mxfp8::BLOCK) * 4;
-    let block = variant.threads();
+    let block = kernel.threads();
     let grid = u32::try_from(threads.div_ceil(block as usize)).unwrap_or(u32::MAX);
-    stream.launch(op, &Launch { variant, grid, block, cluster: 1, shared_bytes: 0 }, p)
+    stream.launch(op, &Launch { kernel, grid, block, cluster: 1, shared_bytes: 0 }, p)
 }

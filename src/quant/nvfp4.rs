@@ -5,12 +5,12 @@ use super::blocks::{BlockKind, Blocks, CodeRow};
 use super::mxfp4::Expand;
 use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
 pub use super::scale_layout::ScaleLayout;
-use super::{mxfp4, Activations, Borders, Format, Packing, QuantSpec, Weights};
+use super::{mxfp4, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::cpu::narrow::{e2m1, e4m3, e4m3_value};
 use crate::quant::e2m1::VALUES;
-use crate::variants::{packed, portable, Family};
+use crate::variants::{packed, portable};
 use half::{bf16, f16};
 use std::sync::LazyLock;
 
@@ -28,15 +28,8 @@ pub const ROW: QuantSpec = QuantSpec {
     bare_tensors: false,
     portable: &portable::NVFP4_TILES,
     packing: Some(Packing {
-        form: Form {
-            code_bytes: CODE_BYTES,
-            scale_bytes: 2 * SCALE_BYTES,
-            factors_of_halves: true,
-            peak: None,
-            pack: Family::Nvfp4Pack,
-        },
-        tiles: &packed::NVFP4_TILES,
-        fours: &packed::NVFP4_FOURS,
+        form: Form { code_bytes: CODE_BYTES, scale_bytes: 2 * SCALE_BYTES, factors_of_halves: true },
+        tiles: PackedTiles::Together { tiles: &packed::NVFP4_TILES, fours: &packed::NVFP4_FOURS },
         borders: Borders::FourBitsOfOneWidth,
     }),
     ..mxfp4::ROW

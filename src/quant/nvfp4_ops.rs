@@ -112,8 +112,8 @@ pub fn quantize_nvfp4<'py>(
 pub fn launch(stream: &Stream<'_>, op: &str, p: &QuantizeNvfp4Params) -> Result<()> {
     let layout = ScaleLayout::of_tile_rows(p.tile_rows);
     let (rows, blocks) = layout.padded(p.rows as usize, (p.columns / p.block) as usize);
-    let variant = quant::quantize_nvfp4(p.block as u32);
+    let kernel = quant::quantize_nvfp4(p.block as u32);
     let threads = i64::from(p.batches) * (rows * blocks) as i64;
-    let per_cta = i64::from(variant.threads());
-    packed::launch(stream, op, variant, (threads + per_cta - 1) / per_cta, p)
+    let per_cta = i64::from(kernel.threads());
+    packed::launch(stream, op, kernel, (threads + per_cta - 1) / per_cta, p)
 }

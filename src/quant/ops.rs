@@ -8,8 +8,8 @@ use crate::error::{guard, Result};
 use crate::kernel::Stream;
 use crate::params::{Dtype, QuantizeMxfp4Params};
 use crate::tensor::{self, Checked, Contract, Dim, Elem, Place, View};
-use crate::variants::quant::QUANTIZE_UNITS;
-use crate::variants::{Family, Variant};
+use crate::variants::quant::{DEQUANTIZE_MXFP4, QUANTIZE_MXFP4, QUANTIZE_UNITS};
+use crate::variants::Kernel;
 use half::{bf16, f16};
 use pyo3::prelude::*;
 
@@ -111,13 +111,7 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("x", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(
-                &stream,
-                "mxfp4",
-                Variant::of(Family::QuantizeMxfp4),
-                [&from, &codes, &scales],
-                rounding == Rounding::Up,
-            )?;
+            launch(&stream, "mxfp4", QUANTIZE_MXFP4.kernel(), [&from, &codes, &scales], rounding == Rounding::Up)?;
             return Ok((codes.into_object(), scales.into_object()));
         }
         let cpu = (py, &checked);
@@ -170,7 +164,7 @@ pub fn dequantize_mxfp4<'py>(
         if let Place::Cuda(ordinal) = from.place {
             check_vectors("codes", &from)?;
             let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-            launch(&stream, "dequantize", Variant::of(Family::DequantizeMxfp4), [&out, &from, &from_scales], false)?;
+            launch(&stream, "dequantize", DEQUANTIZE_MXFP4.kernel(), [&out, &from, &from_scales], false)?;
             return Ok(out.into_object());
         }
         let cpu = (py, &checked);
@@ -195,7 +189,7 @@ fn dequantize<T: Float>((py, checked): (Python<'_>, &Checked), (codes, scales): 
 fn launch(
     stream: &Stream<'_>,
     op: &str,
-    variant: Variant,
+    kernel: Kernel<QuantizeMxfp4Params>,
     [numbers, codes, scales]: [&View; 3],
     up: bool,
 ) -> Result<()> {
@@ -208,9 +202,9 @@ fn launch(
         up,
     };
     // A block has four threads.
-    let per_cta = i64::from(variant.threads() * QUANTIZE_UNITS) / 4;
+    let per_cta = i64::from(kernel.threads() * QUANTIZE_UNITS) / 4;
     let ctas = (params.blocks + per_cta - 1) / per_cta;
-    packed::launch(stream, op, variant, ctas, &params)
+    packed::launch(stream, op, kernel, ctas, &params)
 }
 
 /// The element type of a name, a torch.dtype, a numpy.dtype or a numpy scalar type.

@@ -5,8 +5,8 @@ use crate::contract;
 use crate::error::Result;
 use crate::kernel::{Arguments, Launch, Stream};
 use crate::params::{PackMxfp4Params, ScaleBytesParams};
-use crate::variants::quant::PACK_BLOCKS;
-use crate::variants::{Family, Variant};
+use crate::variants::quant::{MXFP4_SCALE_BYTES, MXFP4_UNPACK, PACK_BLOCKS};
+use crate::variants::Kernel;
 
 /// Rows and columns of a block, the bytes of its codes (in MXFP4), and the bytes of its scales.
 pub const BLOCK_ROWS: i64 = 64;
@@ -23,10 +23,15 @@ pub struct Form {
     pub scale_bytes: usize,
     /// Whether gate and up rows of an expert have a factor each.
     pub factors_of_halves: bool,
-    /// The kernel that finds every expert's factor. None if the factors are given.
-    pub peak: Option<Family>,
-    /// The kernel that packs codes and scales.
-    pub pack: Family,
+}
+
+/// The kernels that pack a format's weights and find the factors of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Packers {
+    /// Finds every expert's factor.
+    pub peak: Kernel<PackMxfp4Params>,
+    /// Packs codes and scales.
+    pub pack: Kernel<PackMxfp4Params>,
 }
 
 /// Addresses of a packed matrix.
@@ -152,17 +157,17 @@ fn grid(ctas: i64) -> Result<u32> {
 }
 
 /// Launches `ctas` CTAs of a conversion, or nothing if there are none.
-pub(super) fn launch(
+pub(super) fn launch<A: Arguments>(
     stream: &Stream<'_>,
     op: &str,
-    variant: Variant,
+    kernel: Kernel<A::Signature>,
     ctas: i64,
-    arguments: impl Arguments,
+    arguments: A,
 ) -> Result<()> {
     if ctas == 0 {
         return Ok(());
     }
-    let launch = Launch { variant, grid: grid(ctas)?, block: variant.threads(), cluster: 1, shared_bytes: 0 };
+    let launch = Launch { kernel, grid: grid(ctas)?, block: kernel.threads(), cluster: 1, shared_bytes: 0 };
     stream.launch(op, &launch, arguments)
 }
 
@@ -172,27 +177,30 @@ fn pack_ctas(extent: Extent) -> i64 {
 }
 
 /// Finds every expert's factor.
-pub fn launch_peak(stream: &Stream<'_>, op: &str, form: Form, p: &PackMxfp4Params) -> Result<()> {
-    match form.peak {
-        Some(peak) => launch(stream, op, Variant::of(peak), p.experts.into(), p),
-        None => Ok(()),
-    }
+pub fn launch_peak(stream: &Stream<'_>, op: &str, packers: Packers, p: &PackMxfp4Params) -> Result<()> {
+    launch(stream, op, packers.peak, p.experts.into(), p)
 }
 
-/// Packs codes and scales, once the factors are there. `p` is what the form's kernel takes, for matrices of this extent.
-pub fn launch_pack(stream: &Stream<'_>, op: &str, extent: Extent, p: impl Arguments) -> Result<()> {
-    launch(stream, op, Variant::of(extent.form.pack), pack_ctas(extent), p)
+/// Packs codes and scales of matrices of this extent, once the factors are there.
+pub fn launch_pack<A: Arguments>(
+    stream: &Stream<'_>,
+    op: &str,
+    pack: Kernel<A::Signature>,
+    extent: Extent,
+    p: A,
+) -> Result<()> {
+    launch(stream, op, pack, pack_ctas(extent), p)
 }
 
 /// Brings packed MXFP4 matrices of this extent back to the checkpoint's form.
 pub fn launch_unpack(stream: &Stream<'_>, op: &str, extent: Extent, p: &PackMxfp4Params) -> Result<()> {
-    launch(stream, op, Variant::of(Family::Mxfp4Unpack), pack_ctas(extent), p)
+    launch(stream, op, MXFP4_UNPACK.kernel(), pack_ctas(extent), p)
 }
 
 pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -> Result<()> {
     const MOST: i64 = 1 << 14;
     let ctas = (p.count + 255) / 256;
-    launch(stream, op, Variant::of(Family::Mxfp4ScaleBytes), ctas.min(MOST), p)
+    launch(stream, op, MXFP4_SCALE_BYTES.kernel(), ctas.min(MOST), p)
 }
 
 /// Packs part of the experts at a time into the memory of the checkpoint's own tensors. Each part is copied to `scratch`, [codes, scales]
@@ -204,7 +212,7 @@ pub fn launch_scale_bytes(stream: &Stream<'_>, op: &str, p: &ScaleBytesParams) -
 pub unsafe fn pack_in_place(
     stream: &Stream<'_>,
     op: &str,
-    form: Form,
+    (form, pack): (Form, Kernel<PackMxfp4Params>),
     p: &PackMxfp4Params,
     scratch: [*mut u8; 2],
     experts_at_once: i32,
@@ -230,7 +238,7 @@ pub unsafe fn pack_in_place(
             expert_scales: p.expert_scales.wrapping_add(skipped),
             ..*p
         };
-        launch_pack(stream, op, Extent::of(form, &part), &part)?;
+        launch_pack(stream, op, pack, Extent::of(form, &part), &part)?;
         first += experts;
     }
     Ok(())

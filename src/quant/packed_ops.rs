@@ -81,8 +81,8 @@ pub fn pack_mxfp4<'py>(
             Place::Cpu => checked.on_cpu(py, || unsafe { cpu::pack_mxfp4(&params) }),
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
-                packed::launch_peak(&stream, "mxfp4_pack", mxfp4::FORM, &params)?;
-                packed::launch_pack(&stream, "mxfp4_pack", extent, &params)?;
+                packed::launch_peak(&stream, "mxfp4_pack", mxfp4::PACKERS, &params)?;
+                packed::launch_pack(&stream, "mxfp4_pack", mxfp4::PACKERS.pack, extent, &params)?;
             }
         }
         Ok((to.into_object(), to_scales.into_object(), factors.into_object()))

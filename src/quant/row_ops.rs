@@ -11,7 +11,7 @@ use crate::kernel::Stream;
 use crate::params::QuantizeRowsParams;
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
-use crate::variants::{Family, Variant};
+use crate::variants::quant;
 use half::bf16;
 use pyo3::prelude::*;
 
@@ -57,7 +57,7 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
                 require(gpu.device.arch)?;
                 let ctas = rows.min(16 * i64::from(gpu.device.multiprocessors));
                 let stream = Stream::new(gpu, from.current_stream(py)?, &checked)?;
-                packed::launch(&stream, "rows_e4m3", Variant::of(Family::QuantizeRowsE4m3), ctas, &params)?;
+                packed::launch(&stream, "rows_e4m3", quant::QUANTIZE_ROWS_E4M3.kernel(), ctas, &params)?;
             }
         }
         Ok((codes.into_object(), scales.into_object()))

@@ -4,21 +4,19 @@ use super::*;
 
 /// Few tokens: mma.sync of f16 with scales on the sums. A pass has `row_tiles` x 16 rows of b, and eight warps share K. Launches add the
 /// shared memory of the scales.
-pub const MM_MXFP8_FEW: Row = Row {
+pub const MM_MXFP8_FEW: Kernels<MmMxfp8FewParams> = Kernels::new(Row {
     arguments: &[TOKENS, ROW_TILES, STAGES],
-    parameters: &[("MmMxfp8FewParams", "p")],
     hopper: true,
     threads: |_| 256,
     shared: Shared::AtLeast(few_bytes),
     // The bound holds for rows of up to 7168 K.
     ctas: |v| least(ctas_by_shared(few_bytes(v) + scale_bytes(v, 7168)), 2),
     ..Row::new(Family::MmMxfp8FewSm90, "mm_mxfp8_few_sm90", "MmMxfp8FewSm90", "gemm/mm_mxfp8_few_sm90.cuh")
-};
+});
 
 /// Many tokens: wgmma with b in registers. Each of `consumers` warpgroups has 64 rows of b.
-pub const MM_MXFP8_WIDE: Row = Row {
+pub const MM_MXFP8_WIDE: Kernels<MmMxfp8Params> = Kernels::new(Row {
     arguments: &[TOKENS, CONSUMERS, STAGES],
-    parameters: &[("MmMxfp8Params", "p")],
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
     // Stages and barriers. The size is a multiple of 1024 bytes, because stages are aligned to 1024.
@@ -27,28 +25,27 @@ pub const MM_MXFP8_WIDE: Row = Row {
         (v.stages * (2 * tokens * 128 + rows * 128) + 16 * v.stages).next_multiple_of(1024)
     }),
     ..Row::new(Family::MmMxfp8WideSm90, "mm_mxfp8_wide_sm90", "MmMxfp8WideSm90", "gemm/mm_mxfp8_wide_sm90.cuh")
-};
+});
 
 /// Brings a into the order that `MmMxfp8Wide` reads.
-pub const MM_MXFP8_TOKENS: Row = Row {
-    parameters: &[("MmMxfp8Params", "p")],
+pub const MM_MXFP8_TOKENS: Kernels<MmMxfp8Params> = Kernels::new(Row {
     hopper: true,
     threads: |_| 256,
     ctas: |_| 4,
     ..Row::new(Family::MmMxfp8Tokens, "mm_mxfp8_tokens", "MmMxfp8Tokens", "gemm/mm_mxfp8_wide_sm90.cuh")
-};
+});
 
-const fn few(tokens: u32, row_tiles: u32, stages: u32) -> Variant {
-    Variant { tokens, row_tiles, stages, ..Variant::of(Family::MmMxfp8FewSm90) }
+const fn few(tokens: u32, row_tiles: u32, stages: u32) -> Kernel<MmMxfp8FewParams> {
+    MM_MXFP8_FEW.with(Variant { tokens, row_tiles, stages, ..Variant::NONE })
 }
 
-const fn wide(tokens: u32, consumers: u32, stages: u32) -> Variant {
-    Variant { tokens, consumers, stages, ..Variant::of(Family::MmMxfp8WideSm90) }
+const fn wide(tokens: u32, consumers: u32, stages: u32) -> Kernel<MmMxfp8Params> {
+    MM_MXFP8_WIDE.with(Variant { tokens, consumers, stages, ..Variant::NONE })
 }
 
 /// The kernels for few tokens, sorted by tokens. Among those of one width many rows come first, and among those of equal rows the deep
 /// ring.
-pub const FEW: [Variant; 11] = [
+pub const FEW: [Kernel<MmMxfp8FewParams>; 11] = [
     few(8, 2, 8),
     few(8, 2, 4),
     few(8, 1, 8),
@@ -61,7 +58,7 @@ pub const FEW: [Variant; 11] = [
     few(32, 2, 4),
     few(32, 1, 3),
 ];
-pub const WIDE: [Variant; 7] = [
+pub const WIDE: [Kernel<MmMxfp8Params>; 7] = [
     wide(64, 2, 4),
     wide(64, 3, 4),
     wide(96, 3, 4),
@@ -73,7 +70,8 @@ pub const WIDE: [Variant; 7] = [
 
 /// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
-    [&FEW[..], &WIDE, &[Variant::of(Family::MmMxfp8Tokens)]].concat()
+    let (few, wide) = (FEW.map(Kernel::variant), WIDE.map(Kernel::variant));
+    few.into_iter().chain(wide).chain([MM_MXFP8_TOKENS.kernel().variant()]).collect()
 }
 
 /// Rows of b and tokens of a CTA. In the kernels for few tokens: of a pass.

@@ -3,9 +3,8 @@
 use super::*;
 
 /// The GEMM whose operand A is weights. A unit has 64 weight rows for each consumer.
-pub const GEMM: Row = Row {
+pub const GEMM: Kernels<MappedGemm> = Kernels::new(Row {
     arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES],
-    parameters: MAPPED_PARAMS,
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
     shared: Shared::Fixed(shared_bytes),
@@ -19,10 +18,10 @@ pub const GEMM: Row = Row {
         "GroupedGemmFp8Sm90",
         "moe/grouped_gemm_fp8_sm90.cuh",
     )
-};
+});
 
 /// The GEMM for many tokens, which are operand A. A unit has 128 tokens and 256 weight rows.
-pub const WIDE: Row = Row {
+pub const WIDE: Kernels<MappedGemm> = Kernels::new(Row {
     family: Family::GroupedGemmFp8WideSm90,
     name: "grouped_gemm_fp8_wide_sm90",
     device_type: "GroupedGemmFp8WideSm90",
@@ -33,25 +32,24 @@ pub const WIDE: Row = Row {
         aligned(v.stages * ((128 + 256) * 128 + WIDE_TOKENS * 2 * 4) + behind_stages(v) + ANNOUNCED)
     }),
     ctas: |_| 1,
-    ..GEMM
-};
+    ..GEMM.row
+});
 
 /// The GEMM for many tokens, for gate and up rows, or rows of w13 without gates, that end inside a block.
-pub const WIDE_CUT: Row = Row {
+pub const WIDE_CUT: Kernels<MappedGemm> = Kernels::new(Row {
     family: Family::GroupedGemmFp8WideCutSm90,
     name: "grouped_gemm_fp8_wide_cut_sm90",
     device_type: "GroupedGemmFp8WideCutSm90",
     header: "moe/grouped_gemm_fp8_wide_cut_sm90.cuh",
-    ..WIDE
-};
+    ..WIDE.row
+});
 
 /// The GEMM for many tokens whose rows lie in the order of places. A unit has 192 tokens, and 128 weight rows (gated: 256).
-pub const ORDERED: Row = Row {
+pub const ORDERED: Kernels<OrderedGemm> = Kernels::new(Row {
     family: Family::GroupedGemmFp8OrderedSm90,
     name: "grouped_gemm_fp8_ordered_sm90",
     device_type: "GroupedGemmFp8OrderedSm90",
     header: "moe/grouped_gemm_fp8_ordered_sm90.cuh",
-    parameters: &[("CUtensorMap", "weights"), ("CUtensorMap", "tokens"), ("OrderedGemmParams", "p")],
     threads: |_| 512,
     // A stage has a scale of each token. Gated kernels also have the sums of 128 gate rows.
     shared: Shared::Fixed(|v| {
@@ -59,11 +57,11 @@ pub const ORDERED: Row = Row {
         let sums = if v.gated { ORDERED_TOKENS * 128 * 4 } else { 512 };
         aligned(v.stages * stage + sums + behind_stages(v) + ANNOUNCED)
     }),
-    ..WIDE
-};
+    ..WIDE.row
+});
 
 /// GEMM2 for many tokens with few columns between the GEMMs: a tile's tokens stay while `blocks` x 128 weight rows pass by.
-pub const STATIONARY: Row = Row {
+pub const STATIONARY: Kernels<MappedGemm> = Kernels::new(Row {
     family: Family::GroupedGemmFp8StationarySm90,
     name: "grouped_gemm_fp8_stationary_sm90",
     device_type: "GroupedGemmFp8StationarySm90",
@@ -71,13 +69,12 @@ pub const STATIONARY: Row = Row {
     arguments: &[BLOCKS],
     // There is a ring of 8 K blocks of tokens, and a ring of 6 K blocks of weights.
     shared: Shared::Fixed(|v| aligned(v.stages * 128 * 128 + behind_stages(v))),
-    ..WIDE
-};
+    ..WIDE.row
+});
 
 /// A layer of few tokens in one launch, with routing and quantisation inside. `experts`: most experts with a router logit.
-pub const LAYER: Row = Row {
+pub const LAYER: Kernels<RoutedLayer> = Kernels::new(Row {
     arguments: &[Argument::Gated, EXPERTS, CTAS, PLAIN],
-    parameters: ROUTED_PARAMS,
     hopper: true,
     threads: |_| 256,
     // The CTAs take all shared memory of the SM.
@@ -90,26 +87,26 @@ pub const LAYER: Row = Row {
         "RoutedLayerFp8Sm90",
         "moe/routed_layer_fp8_sm90.cuh",
     )
-};
+});
 
-const fn tile(tokens: u32, consumers: u32, stages: u32) -> Variant {
-    Variant { tokens, consumers, stages, ..Variant::of(Family::GroupedGemmFp8Sm90) }
+const fn tile(tokens: u32, consumers: u32, stages: u32) -> Kernel<MappedGemm> {
+    GEMM.with(Variant { tokens, consumers, stages, ..Variant::NONE })
 }
 
 /// A kernel whose units have 256 weight rows, which it reads through the wide kernel's tensor map.
-const fn wide(family: Family, tokens: u32, stages: u32) -> Variant {
-    Variant { tokens, row_tiles: 2, consumers: 2, stages, ..Variant::of(family) }
+const fn wide<P: Signature>(kernels: &Kernels<P>, tokens: u32, stages: u32) -> Kernel<P> {
+    kernels.with(Variant { tokens, row_tiles: 2, consumers: 2, stages, ..Variant::NONE })
 }
 
 pub const WIDE_TOKENS: u32 = 128;
 pub const ORDERED_TOKENS: u32 = 192;
 
 /// The tiles, sorted by tokens. The first is for few work units, the last is the wide kernel's.
-pub const TILES: [Variant; 4] =
-    [tile(16, 1, 7), tile(16, 2, 4), tile(64, 2, 8), wide(Family::GroupedGemmFp8WideSm90, WIDE_TOKENS, 4)];
+pub const TILES: [Kernel<MappedGemm>; 4] =
+    [tile(16, 1, 7), tile(16, 2, 4), tile(64, 2, 8), wide(&WIDE, WIDE_TOKENS, 4)];
 
 /// The wide kernel for rows that end inside a block.
-pub const WIDE_CUT_TILE: Variant = Variant { family: Family::GroupedGemmFp8WideCutSm90, ..TILES[3] };
+pub const WIDE_CUT_TILE: Kernel<MappedGemm> = WIDE_CUT.with(TILES[3].variant());
 
 /// Weight rows of a block.
 #[allow(dead_code)] // the build script does not plan
@@ -118,9 +115,9 @@ pub const BLOCK_ROWS: u64 = 128;
 /// GEMM1's tile if gate and up rows end inside a block. Narrow tiles need no kernel of their own, since their tensor maps leave out what
 /// lies behind the rows.
 #[allow(dead_code)] // the build script does not plan
-pub fn cut(tile: Variant) -> Variant {
+pub fn cut(tile: Kernel<MappedGemm>) -> Kernel<MappedGemm> {
     match tile.family {
-        Family::GroupedGemmFp8WideSm90 => Variant { family: Family::GroupedGemmFp8WideCutSm90, ..tile },
+        Family::GroupedGemmFp8WideSm90 => WIDE_CUT.with(tile.variant()),
         _ => tile,
     }
 }
@@ -133,29 +130,27 @@ pub const LAYERS: [(u32, u32); 3] = [(128, 2), (256, 2), (256, 1)];
 
 /// Whether a tile's epilogue can quantise: only the staged outputs of two consumers have room for a group.
 #[allow(dead_code)] // the build script does not plan
-pub fn quantises(tile: &Variant) -> bool {
+pub fn quantises(tile: &Kernel<MappedGemm>) -> bool {
     tile.consumers == 2
 }
 
 /// The kernel for rows in the order of places. In a gated kernel the sums of gate rows leave less room for stages.
-pub fn ordered(gated: bool) -> Variant {
-    wide(Family::GroupedGemmFp8OrderedSm90, ORDERED_TOKENS, if gated { 3 } else { 5 }).gated(gated)
+pub fn ordered(gated: bool) -> Kernel<OrderedGemm> {
+    wide(&ORDERED, ORDERED_TOKENS, if gated { 3 } else { 5 }).gated(gated)
 }
 
 /// The kernel of GEMM2 whose tokens stay for units of so many blocks.
-pub fn stationary(blocks: u32) -> Variant {
-    Variant { blocks, ..wide(Family::GroupedGemmFp8StationarySm90, WIDE_TOKENS, 8 + 6) }
+pub fn stationary(blocks: u32) -> Kernel<MappedGemm> {
+    STATIONARY.with(Variant { blocks, ..wide(&STATIONARY, WIDE_TOKENS, 8 + 6).variant() })
 }
 
 /// The layer in one launch. `plain`: top-k without bias, groups and order by id.
-pub fn layer(gated: bool, (experts, ctas): (u32, u32), plain: bool) -> Variant {
-    Variant { tokens: 8, consumers: 1, experts, ctas, ..Variant::of(Family::RoutedLayerFp8Sm90) }
-        .gated(gated)
-        .flag(plain)
+pub fn layer(gated: bool, (experts, ctas): (u32, u32), plain: bool) -> Kernel<RoutedLayer> {
+    LAYER.with(Variant { tokens: 8, consumers: 1, experts, ctas, gated, flag: plain, ..Variant::NONE })
 }
 
 /// The layers in one launch. Only gated layers have kernels for routers with bias or groups.
-pub fn layers(gated: bool) -> impl Iterator<Item = Variant> {
+pub fn layers(gated: bool) -> impl Iterator<Item = Kernel<RoutedLayer>> {
     let kernels = LAYERS.into_iter().flat_map(move |size| [true, false].map(|plain| layer(gated, size, plain)));
     kernels.filter(move |kernel| gated || kernel.flag)
 }
@@ -163,9 +158,9 @@ pub fn layers(gated: bool) -> impl Iterator<Item = Variant> {
 /// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
     both_forms(&TILES)
-        .chain([true, false].into_iter().flat_map(layers))
-        .chain([true, false].map(ordered))
-        .chain(STATIONARY_BLOCKS.map(stationary))
+        .chain([true, false].into_iter().flat_map(layers).map(Kernel::variant))
+        .chain([true, false].map(|gated| ordered(gated).variant()))
+        .chain(STATIONARY_BLOCKS.map(|blocks| stationary(blocks).variant()))
         .chain(both_forms(&[WIDE_CUT_TILE]))
         .collect()
 }

@@ -2,9 +2,8 @@
 
 use super::*;
 
-pub const LAYER: Row = Row {
+pub const LAYER: Kernels<Layer> = Kernels::new(Row {
     arguments: &[Argument::Element, Argument::Gated, TOKENS, STAGES],
-    parameters: LAYER_PARAMS,
     unit_by: &[Argument::Element, Argument::Gated],
     hopper: true,
     threads: |_| 256,
@@ -12,22 +11,22 @@ pub const LAYER: Row = Row {
     ctas: |_| 2,
     traits: &[Trait::OneLaunch],
     ..Row::new(Family::LayerSm90, "layer_sm90", "LayerSm90", "moe/layer_sm90.cuh")
-};
+});
 
-pub const ROUTED_LAYER: Row = Row {
-    parameters: ROUTED_PARAMS,
+pub const ROUTED_LAYER: Kernels<RoutedLayer> = Kernels::new(Row {
     shared: Shared::Fixed(|v| shared_bytes(v, INNER_COLUMNS * 2 * v.tokens + 24 + 720)),
     traits: &[Trait::OneLaunch, Trait::Counts],
     family: Family::RoutedLayerSm90,
     name: "routed_layer_sm90",
     device_type: "RoutedLayerSm90",
     header: "moe/routed_layer_sm90.cuh",
-    ..LAYER
-};
+    ..LAYER.row
+});
 
 /// The only tiles: without the routing, and with the routing inside. A work unit has 64 weight rows.
-pub const LAYER_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 12, ..Variant::of(Family::LayerSm90) };
-pub const ROUTED_TILE: Variant = Variant { tokens: 8, consumers: 1, stages: 8, ..Variant::of(Family::RoutedLayerSm90) };
+pub const LAYER_TILE: Kernel<Layer> = LAYER.with(Variant { tokens: 8, consumers: 1, stages: 12, ..Variant::NONE });
+pub const ROUTED_TILE: Kernel<RoutedLayer> =
+    ROUTED_LAYER.with(Variant { tokens: 8, consumers: 1, stages: 8, ..Variant::NONE });
 
 /// The most columns between the GEMMs of a layer with the routing inside.
 pub const INNER_COLUMNS: u32 = 2048;

@@ -3,9 +3,8 @@
 
 use super::*;
 
-pub const MXFP4: Row = Row {
+pub const MXFP4: Kernels<GemmPairParams> = Kernels::new(Row {
     arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES, BLOCKS],
-    parameters: PAIR_PARAMS,
     unit_by: &[Argument::Gated],
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
@@ -18,23 +17,22 @@ pub const MXFP4: Row = Row {
         "GroupedGemmMxfp4Sm90",
         "moe/grouped_gemm_mxfp4_sm90.cuh",
     )
-};
+});
 
 /// The GEMM of MXFP4 weights and e4m3 activations.
-pub const MXFP4_E4M3: Row = Row {
+pub const MXFP4_E4M3: Kernels<GroupedGemmParams> = Kernels::new(Row {
     family: Family::GroupedGemmMxfp4E4m3Sm90,
     name: "grouped_gemm_mxfp4_e4m3_sm90",
     device_type: "GroupedGemmMxfp4E4m3Sm90",
     header: "moe/grouped_gemm_mxfp4_e4m3_sm90.cuh",
-    parameters: GEMM_PARAMS,
     shared: Shared::Fixed(e4m3_shared_bytes),
     ctas: |v| ctas_of(v, e4m3_shared_bytes(v)),
     traits: &[],
-    ..MXFP4
-};
+    ..MXFP4.row
+});
 
 /// The GEMM of MXFP8 weights. A block of codes has twice MXFP4's bytes.
-pub const MXFP8: Row = Row {
+pub const MXFP8: Kernels<GemmPairParams> = Kernels::new(Row {
     family: Family::GroupedGemmMxfp8Sm90,
     name: "grouped_gemm_mxfp8_sm90",
     device_type: "GroupedGemmMxfp8Sm90",
@@ -42,30 +40,29 @@ pub const MXFP8: Row = Row {
     shared: Shared::Fixed(|v| shared_bytes(v, 4096)),
     ctas: |v| ctas(v, 4096),
     traits: &[Trait::BothGemms],
-    ..MXFP4
-};
+    ..MXFP4.row
+});
 
 /// The GEMM of NVFP4 weights. A block has twice MXFP4's bytes of scales.
-pub const NVFP4: Row = Row {
+pub const NVFP4: Kernels<GemmPairParams> = Kernels::new(Row {
     family: Family::GroupedGemmNvfp4Sm90,
     name: "grouped_gemm_nvfp4_sm90",
     device_type: "GroupedGemmNvfp4Sm90",
     header: "moe/grouped_gemm_nvfp4_sm90.cuh",
     shared: Shared::Fixed(|v| shared_bytes(v, 2048 + 128)),
     ctas: |v| ctas(v, 2048 + 128),
-    ..MXFP4
-};
+    ..MXFP4.row
+});
 
 /// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. Each of `warps` warps takes slices of 16
 /// rows and has a ring of up to `stages` stages of `blocks` K blocks. Four more warps help.
-pub const MXFP4_LAYER: Row = Row {
+pub const MXFP4_LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     arguments: &[
         Argument::Gated,
         Argument::Number(|v| v.warps, ""),
         Argument::Number(|v| v.blocks, ""),
         Argument::Number(|v| v.stages, ""),
     ],
-    parameters: &[("RoutedLayerParams", "p")],
     unit_by: &[Argument::Gated],
     hopper: true,
     threads: |v| 32 * (v.warps + 4),
@@ -78,18 +75,24 @@ pub const MXFP4_LAYER: Row = Row {
         "RoutedLayerMxfp4Sm90",
         "moe/routed_layer_mxfp4_sm90.cuh",
     )
-};
+});
 
-pub const fn tile(family: Family, tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    Variant { tokens, consumers, stages, blocks, ..Variant::of(family) }
+pub const fn tile<P: Signature>(
+    kernels: &Kernels<P>,
+    tokens: u32,
+    consumers: u32,
+    stages: u32,
+    blocks: u32,
+) -> Kernel<P> {
+    kernels.with(Variant { tokens, consumers, stages, blocks, ..Variant::NONE })
 }
 
-const fn mxfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    tile(Family::GroupedGemmMxfp4Sm90, tokens, consumers, stages, blocks)
+const fn mxfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
+    tile(&MXFP4, tokens, consumers, stages, blocks)
 }
 
 /// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP4_TILES: [Variant; 7] = [
+pub const MXFP4_TILES: [Kernel<GemmPairParams>; 7] = [
     mxfp4(16, 1, 3, 5),
     mxfp4(16, 2, 3, 5),
     mxfp4(32, 3, 3, 5),
@@ -100,22 +103,22 @@ pub const MXFP4_TILES: [Variant; 7] = [
 ];
 
 /// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
-pub const MXFP4_FOURS: [Variant; 3] = [mxfp4(48, 4, 3, 4), mxfp4(64, 4, 3, 4), mxfp4(80, 3, 3, 4)];
+pub const MXFP4_FOURS: [Kernel<GemmPairParams>; 3] = [mxfp4(48, 4, 3, 4), mxfp4(64, 4, 3, 4), mxfp4(80, 3, 3, 4)];
 
-const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    tile(Family::GroupedGemmMxfp4E4m3Sm90, tokens, consumers, stages, blocks)
+const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GroupedGemmParams> {
+    tile(&MXFP4_E4M3, tokens, consumers, stages, blocks)
 }
 
 /// The tiles for e4m3 activations. A stage has an even number of blocks.
-pub const MXFP4_E4M3_TILES: [Variant; 5] =
+pub const MXFP4_E4M3_TILES: [Kernel<GroupedGemmParams>; 5] =
     [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
 
-const fn mxfp8(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    tile(Family::GroupedGemmMxfp8Sm90, tokens, consumers, stages, blocks)
+const fn mxfp8(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
+    tile(&MXFP8, tokens, consumers, stages, blocks)
 }
 
 /// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP8_TILES: [Variant; 8] = [
+pub const MXFP8_TILES: [Kernel<GemmPairParams>; 8] = [
     mxfp8(16, 1, 3, 3),
     mxfp8(16, 2, 2, 4),
     mxfp8(32, 3, 3, 4),
@@ -126,12 +129,12 @@ pub const MXFP8_TILES: [Variant; 8] = [
     mxfp8(192, 3, 5, 1),
 ];
 
-const fn nvfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Variant {
-    tile(Family::GroupedGemmNvfp4Sm90, tokens, consumers, stages, blocks)
+const fn nvfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
+    tile(&NVFP4, tokens, consumers, stages, blocks)
 }
 
 /// The tiles, sorted by tokens. Each serves every narrower tile at its own width too.
-pub const NVFP4_TILES: [Variant; 6] = [
+pub const NVFP4_TILES: [Kernel<GemmPairParams>; 6] = [
     nvfp4(16, 2, 3, 5),
     nvfp4(32, 2, 2, 5),
     nvfp4(64, 3, 4, 3),
@@ -141,20 +144,24 @@ pub const NVFP4_TILES: [Variant; 6] = [
 ];
 
 /// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
-pub const NVFP4_FOURS: [Variant; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
+pub const NVFP4_FOURS: [Kernel<GemmPairParams>; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
 
-/// Tiles of these sizes with the family and the flag of `of`.
-pub const fn like<const N: usize>(of: Variant, mut tiles: [Variant; N]) -> [Variant; N] {
+/// The kernels of a row with these tiles' sizes, and with a flag.
+pub const fn like<P: Signature, const N: usize>(
+    kernels: &Kernels<P>,
+    flag: bool,
+    mut tiles: [Kernel<P>; N],
+) -> [Kernel<P>; N] {
     let mut i = 0;
     while i < N {
-        tiles[i] = Variant { family: of.family, flag: of.flag, ..tiles[i] };
+        tiles[i] = kernels.with(tiles[i].variant()).flag(flag);
         i += 1;
     }
     tiles
 }
 
 /// A list of `first`, then `tiles`. `M` is one more than the number of `tiles`.
-pub const fn behind<const N: usize, const M: usize>(first: Variant, tiles: [Variant; N]) -> [Variant; M] {
+pub const fn behind<P, const N: usize, const M: usize>(first: Kernel<P>, tiles: [Kernel<P>; N]) -> [Kernel<P>; M] {
     assert!(M == N + 1);
     let mut all = [first; M];
     let mut i = 0;
@@ -165,8 +172,8 @@ pub const fn behind<const N: usize, const M: usize>(first: Variant, tiles: [Vari
     all
 }
 
-pub const MXFP4_LAYER_TILE: Variant =
-    Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::of(Family::RoutedLayerMxfp4Sm90) };
+pub const MXFP4_LAYER_TILE: Kernel<RoutedLayerParams> =
+    MXFP4_LAYER.with(Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::NONE });
 
 /// Shared memory of a CTA of a layer in one launch: half of an SM's, so that the next launch's CTAs start before this launch's CTAs end.
 const LAYER_SHARED_BYTES: u32 = 113 * 1024;
@@ -184,8 +191,9 @@ pub fn stages_beside(tile: &Variant, up: i64, down: i64) -> i64 {
 pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for gated in [true, false] {
-        let tiles = MXFP4_TILES.iter().chain(&MXFP4_FOURS).chain(&MXFP4_E4M3_TILES).chain([&MXFP4_LAYER_TILE]);
-        all.extend(tiles.map(|tile| tile.gated(gated)));
+        all.extend(MXFP4_TILES.iter().chain(&MXFP4_FOURS).map(|tile| tile.gated(gated).variant()));
+        all.extend(MXFP4_E4M3_TILES.map(|tile| tile.gated(gated).variant()));
+        all.push(MXFP4_LAYER_TILE.gated(gated).variant());
     }
     all.extend(both_forms(&MXFP8_TILES));
     all.extend(both_forms(&NVFP4_TILES));

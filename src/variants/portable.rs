@@ -3,9 +3,8 @@
 use super::*;
 
 /// The GEMM of 16-bit weights. `vector`: elements of a load, 8, or 1 if K is no multiple of 8.
-pub const PLAIN: Row = Row {
+pub const PLAIN: Kernels<GroupedGemmParams> = Kernels::new(Row {
     arguments: &[Argument::Element, Argument::Gated, TOKENS, ROWS, WARPS, STAGES, VECTOR],
-    parameters: GEMM_PARAMS,
     unit_by: &[Argument::Element, Argument::Gated],
     threads: |v| 32 * v.warps,
     shared: Shared::Fixed(shared_bytes),
@@ -16,81 +15,77 @@ pub const PLAIN: Row = Row {
         "GroupedGemmPortable",
         "moe/grouped_gemm_portable.cuh",
     )
-};
+});
 
 /// The GEMM of packed MXFP4 weights. `vector`: elements of a load of activations.
-pub const MXFP4: Row = Row {
+pub const MXFP4: Kernels<GroupedGemmParams> = Kernels::new(Row {
     family: Family::GroupedGemmMxfp4Portable,
     name: "grouped_gemm_mxfp4_portable",
     device_type: "GroupedGemmMxfp4Portable",
     header: "moe/grouped_gemm_mxfp4_portable.cuh",
     arguments: &[Argument::Gated, TOKENS, ROWS, WARPS, STAGES, VECTOR],
     unit_by: &[Argument::Gated],
-    ..PLAIN
-};
+    ..PLAIN.row
+});
 
-pub const MXFP8: Row = Row {
+pub const MXFP8: Kernels<GroupedGemmParams> = Kernels::new(Row {
     family: Family::GroupedGemmMxfp8Portable,
     name: "grouped_gemm_mxfp8_portable",
     device_type: "GroupedGemmMxfp8Portable",
     header: "moe/grouped_gemm_mxfp8_portable.cuh",
     arguments: &[Argument::Gated, TOKENS, ROWS, WARPS, STAGES],
     unit_by: &[],
-    ..PLAIN
-};
+    ..PLAIN.row
+});
 
-pub const NVFP4: Row = Row {
+pub const NVFP4: Kernels<GroupedGemmParams> = Kernels::new(Row {
     family: Family::GroupedGemmNvfp4Portable,
     name: "grouped_gemm_nvfp4_portable",
     device_type: "GroupedGemmNvfp4Portable",
     header: "moe/grouped_gemm_nvfp4_portable.cuh",
-    ..MXFP8
-};
+    ..MXFP8.row
+});
 
 /// The GEMM of e4m3 weights with block scales.
-pub const FP8: Row = Row {
+pub const FP8: Kernels<GroupedGemmParams> = Kernels::new(Row {
     family: Family::GroupedGemmFp8Portable,
     name: "grouped_gemm_fp8_portable",
     device_type: "GroupedGemmFp8Portable",
     header: "moe/grouped_gemm_fp8_portable.cuh",
-    ..MXFP8
-};
+    ..MXFP8.row
+});
 
-pub const fn tile(family: Family, tokens: u32, stages: u32) -> Variant {
-    Variant { tokens, rows: 128, warps: 4, stages, ..Variant::of(family) }
+pub const fn tile(kernels: &Kernels<GroupedGemmParams>, tokens: u32, stages: u32) -> Kernel<GroupedGemmParams> {
+    kernels.with(Variant { tokens, rows: 128, warps: 4, stages, ..Variant::NONE })
 }
 
-const fn plain(tokens: u32, stages: u32) -> Variant {
-    tile(Family::GroupedGemmPortable, tokens, stages)
-}
-
-const fn mxfp4(tokens: u32, stages: u32) -> Variant {
-    tile(Family::GroupedGemmMxfp4Portable, tokens, stages)
+/// The tile with loads of one element.
+const fn by_element(kernels: &Kernels<GroupedGemmParams>, tokens: u32, stages: u32) -> Kernel<GroupedGemmParams> {
+    kernels.with(Variant { vector: 1, ..tile(kernels, tokens, stages).variant() })
 }
 
 /// The tiles of 16-bit weights, sorted by tokens. The tile with vector 1 serves every K that is no multiple of 8.
-pub const PLAIN_TILES: [Variant; 4] =
-    [plain(16, 5), plain(64, 3), plain(128, 3), Variant { vector: 1, ..plain(64, 2) }];
+pub const PLAIN_TILES: [Kernel<GroupedGemmParams>; 4] =
+    [tile(&PLAIN, 16, 5), tile(&PLAIN, 64, 3), tile(&PLAIN, 128, 3), by_element(&PLAIN, 64, 2)];
 
 /// The tiles of packed MXFP4, whose stage is a third as large. They were chosen from bytes in flight, not measured. With 16 tokens a CTA
 /// has 20 KiB of weights in flight, a multiprocessor 40 to 80 KiB. With 128 tokens two CTAs fit in 99 KiB.
-pub const MXFP4_TILES: [Variant; 4] =
-    [mxfp4(16, 6), mxfp4(64, 4), mxfp4(128, 2), Variant { vector: 1, ..mxfp4(64, 3) }];
+pub const MXFP4_TILES: [Kernel<GroupedGemmParams>; 4] =
+    [tile(&MXFP4, 16, 6), tile(&MXFP4, 64, 4), tile(&MXFP4, 128, 2), by_element(&MXFP4, 64, 3)];
 
 /// Packed MXFP8, NVFP4 and int4 (its tiles are in `int4.rs`) have one tile, so that there are few instances. It multiplies only the tokens
 /// that there are. Two CTAs fit in 99 KiB. The choice was not measured.
-pub const MXFP8_TILES: [Variant; 1] = [tile(Family::GroupedGemmMxfp8Portable, 64, 3)];
-pub const NVFP4_TILES: [Variant; 1] = [tile(Family::GroupedGemmNvfp4Portable, 64, 3)];
+pub const MXFP8_TILES: [Kernel<GroupedGemmParams>; 1] = [tile(&MXFP8, 64, 3)];
+pub const NVFP4_TILES: [Kernel<GroupedGemmParams>; 1] = [tile(&NVFP4, 64, 3)];
 
 /// A stage of e4m3 with block scales has 128 K. There are two stages, so that two CTAs fit in 99 KiB (with 16 tokens four in 163 KiB). The
 /// choice was not measured.
-pub const FP8_TILES: [Variant; 2] =
-    [tile(Family::GroupedGemmFp8Portable, 16, 2), tile(Family::GroupedGemmFp8Portable, 64, 2)];
+pub const FP8_TILES: [Kernel<GroupedGemmParams>; 2] = [tile(&FP8, 16, 2), tile(&FP8, 64, 2)];
 
 /// The kernels of all weights that do not have 16 bits.
 pub fn packed() -> impl Iterator<Item = Variant> {
     // Each unit of MXFP4 holds one form, gated or plain.
-    let mxfp4 = [true, false].into_iter().flat_map(|gated| MXFP4_TILES.map(|tile| tile.gated(gated)));
+    let mxfp4 = [true, false].into_iter().flat_map(|gated| MXFP4_TILES.map(|tile| tile.gated(gated).variant()));
     mxfp4.chain(both_forms(&MXFP8_TILES)).chain(both_forms(&NVFP4_TILES)).chain(both_forms(&FP8_TILES))
 }
 

@@ -2,24 +2,24 @@
 
 use super::*;
 
-pub const GEMM: Row = Row {
+pub const GEMM: Kernels<MappedGemm> = Kernels::new(Row {
     arguments: &[Argument::Element, Argument::Gated, TOKENS, ROW_TILES, CONSUMERS, STAGES],
-    parameters: MAPPED_PARAMS,
     unit_by: &[Argument::Element, Argument::Gated],
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
     shared: Shared::Fixed(shared_bytes),
     ctas,
     ..Row::new(Family::GroupedGemmSm90, "grouped_gemm_sm90", "GroupedGemmSm90", "moe/grouped_gemm_sm90.cuh")
-};
+});
 
-const fn tile(tokens: u32, row_tiles: u32, stages: u32) -> Variant {
-    Variant { tokens, row_tiles, consumers: 2, stages, ..Variant::of(Family::GroupedGemmSm90) }
+const fn tile(tokens: u32, row_tiles: u32, stages: u32) -> Kernel<MappedGemm> {
+    GEMM.with(Variant { tokens, row_tiles, consumers: 2, stages, ..Variant::NONE })
 }
 
 /// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The second tile of 64 tokens has a multiprocessor to
 /// itself.
-pub const TILES: [Variant; 5] = [tile(16, 1, 5), tile(64, 1, 4), tile(64, 1, 8), tile(128, 1, 6), tile(192, 2, 4)];
+pub const TILES: [Kernel<MappedGemm>; 5] =
+    [tile(16, 1, 5), tile(64, 1, 4), tile(64, 1, 8), tile(128, 1, 6), tile(192, 2, 4)];
 
 /// Bytes of `GroupedGemmSm90::Shared`: stages, staged outputs (two chunks a consumer; pairs of row tiles stage none), row offsets and work
 /// units (two of each), barriers.

@@ -39,8 +39,9 @@ PYTHON_ROOMS: Rooms = (
 )
 RUST_ROOMS: Rooms = (
     ("error", "platform"),
-    ("dlpack", "fork", "parallel", "params", "python", "sizes", "variants", "workspace"),
+    ("dlpack", "fork", "parallel", "params", "python", "sizes", "workspace"),
     ("device", "tensor", "tma"),
+    ("variants",),
     ("kernel",),
     ("counters", "stats"),
     # Rows of formats, their numbers, and conversions on slices, with the parts of the CPU backend that they are written

@@ -1,13 +1,13 @@
 //! Rules that every launch of a plan keeps to, for the tests of plans.
 
 use _oxmoe::device::{Arch, Device};
-use _oxmoe::kernel::Launch;
+use _oxmoe::kernel::AnyLaunch;
 use _oxmoe::moe::plan::Workspace;
 use _oxmoe::variants;
 use _oxmoe::workspace::{Range, ALIGNMENT};
 
 /// Checks that the device can run a launch. `say` tells whose launch it is.
-pub fn assert_launch(l: &Launch, device: &Device, say: &dyn Fn() -> String) {
+pub fn assert_launch(l: &AnyLaunch, device: &Device, say: &dyn Fn() -> String) {
     assert!(l.variant.runs_on(device.arch.image()), "{}", say());
     assert!(l.grid >= 1 && l.grid <= i32::MAX as u32 && l.grid.is_multiple_of(l.cluster), "{}", say());
     assert!((32..=1024).contains(&l.block) && l.block.is_multiple_of(32), "{}", say());

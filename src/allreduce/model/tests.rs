@@ -1,5 +1,6 @@
 //! Calls and faults that the protocol survives, and the broken rules that the model finds out.
 
+use super::scenario::{one, two};
 use super::*;
 
 fn check(scenario: &Scenario) {

@@ -15,6 +15,7 @@ use crate::quant::blocks::{Blocks, Groups};
 use crate::quant::int4::{BLOCK, BLOCKS};
 use crate::quant::{self, Format};
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Origin, Place, View};
+use crate::variants;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -131,7 +132,7 @@ impl Source for Spec {
         contract: &mut Contract<'_>,
         operands: &Operands<'py>,
     ) -> Result<[PackedTensors<'py>; 2]> {
-        packing::pack_both(layer, contract, operands, |source| {
+        packing::pack_both(layer, contract, operands, variants::int4::PACK.kernel(), |source| {
             let Some(Blocks { scales, groups, .. }) = source.matrix.blocks else {
                 contract!("w13 and w2: no block scales");
             };

@@ -12,9 +12,9 @@ use crate::moe::packing::{self, NewPacked, OP};
 use crate::moe::plan;
 use crate::params::{Dtype, PackMxfp4Params};
 use crate::quant::blocks::Blocks;
-use crate::quant::mxfp4::{BLOCK, BLOCKS};
+use crate::quant::mxfp4::{BLOCK, BLOCKS, PACKERS};
 use crate::quant::ops::check_vectors;
-use crate::quant::packed::{self, Extent, Form};
+use crate::quant::packed::{self, Extent, Form, Packers};
 use crate::quant::{self, Format, Packing};
 use crate::tensor::{self, check_dtype, Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
@@ -124,7 +124,7 @@ impl Source for Spec {
         contract: &mut Contract<'_>,
         operands: &Operands<'py>,
     ) -> Result<[PackedTensors<'py>; 2]> {
-        pack(layer, contract, operands, self.in_place)
+        pack(layer, contract, operands, PACKERS, self.in_place)
     }
 }
 
@@ -147,6 +147,7 @@ pub fn pack<'py>(
     layer: &mut Layer,
     contract: &mut Contract<'_>,
     operands: &Operands<'py>,
+    packers: Packers,
     in_place: bool,
 ) -> Result<[PackedTensors<'py>; 2]> {
     let Some([up_scale, down_scale]) = &operands.scales else {
@@ -155,8 +156,8 @@ pub fn pack<'py>(
     let Some(Packing { form, .. }) = layer.desc.format.spec().packing else {
         contract!("format {:?} has no packed form", layer.desc.format.spec().name);
     };
-    let up = Unpacked { form, names: ["w13", "w13_scale"], codes: &operands.w13, scales: up_scale };
-    let down = Unpacked { form, names: ["w2", "w2_scale"], codes: &operands.w2, scales: down_scale };
+    let up = Unpacked { form, packers, names: ["w13", "w13_scale"], codes: &operands.w13, scales: up_scale };
+    let down = Unpacked { form, packers, names: ["w2", "w2_scale"], codes: &operands.w2, scales: down_scale };
     let params = [up.params(layer, true), down.params(layer, false)];
     for (source, p) in [&up, &down].into_iter().zip(&params) {
         source.check(p, in_place)?;
@@ -171,6 +172,7 @@ pub fn pack<'py>(
 /// A matrix to be packed: its names, codes and scales.
 struct Unpacked<'a, 'py> {
     form: Form,
+    packers: Packers,
     names: [&'static str; 2],
     codes: &'a Borrowed<'py>,
     scales: &'a Borrowed<'py>,
@@ -220,7 +222,7 @@ impl<'py> Unpacked<'_, 'py> {
         p: &mut PackMxfp4Params,
         in_place: bool,
     ) -> Result<PackedTensors<'py>> {
-        let (given, form, extent) = (self.codes, self.form, Extent::of(self.form, p));
+        let (given, form, packers, extent) = (self.codes, self.form, self.packers, Extent::of(self.form, p));
         let stream = packing::stream(self.names[0], given, contract)?;
         let made = if in_place {
             let one = Extent { experts: 1, ..extent };
@@ -231,17 +233,17 @@ impl<'py> Unpacked<'_, 'py> {
             let scratch_codes = new(&[at_once * one.code_bytes() as i64], Elem::U8)?;
             let scratch_scales = new(&[at_once * one.scale_bytes() as i64], Elem::U8)?;
             (p.packed_codes, p.packed_scales, p.expert_scales) = (p.codes, p.scales, factors.data.cast());
-            packed::launch_peak(&stream, OP, form, p)?;
+            packed::launch_peak(&stream, OP, packers, p)?;
             let scratch = [scratch_codes.data, scratch_scales.data];
             // SAFETY: the extents of both forms are equal (`check`); the scratch is new.
-            unsafe { packed::pack_in_place(&stream, OP, form, p, scratch, at_once as i32)? };
+            unsafe { packed::pack_in_place(&stream, OP, (form, packers.pack), p, scratch, at_once as i32)? };
             NewPacked { codes: self.codes.clone(), scales: self.scales.clone(), factors }
         } else {
             let made = NewPacked::new(contract, given, &extent, p.gated)?;
             (p.packed_codes, p.packed_scales) = (made.codes.data, made.scales.data);
             p.expert_scales = made.factors.data.cast();
-            packed::launch_peak(&stream, OP, form, p)?;
-            packed::launch_pack(&stream, OP, extent, &*p)?;
+            packed::launch_peak(&stream, OP, packers, p)?;
+            packed::launch_pack(&stream, OP, packers.pack, extent, &*p)?;
             made
         };
         Ok(made.describe(form, self.names, matrix))

@@ -12,7 +12,7 @@ use crate::moe::options::Options;
 use crate::moe::plan;
 use crate::params::Dtype;
 use crate::quant::blocks::Blocks;
-use crate::quant::mxfp8::{BLOCK, BLOCKS};
+use crate::quant::mxfp8::{BLOCK, BLOCKS, PACKERS};
 use crate::quant::Format;
 use crate::tensor::{Contract, Dim, Elem, Place};
 
@@ -86,6 +86,6 @@ impl Source for Spec {
         contract: &mut Contract<'_>,
         operands: &Operands<'py>,
     ) -> Result<[PackedTensors<'py>; 2]> {
-        mxfp4::pack(layer, contract, operands, self.in_place)
+        mxfp4::pack(layer, contract, operands, PACKERS, self.in_place)
     }
 }

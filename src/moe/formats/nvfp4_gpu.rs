@@ -9,6 +9,7 @@ use crate::params::{PackNvfp4Params, W13Layout};
 use crate::python;
 use crate::quant::blocks::Blocks;
 use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
+use crate::variants;
 use pyo3::prelude::*;
 
 /// fp32 [E, parts] on the device of `like`, made from what `numbers_of` takes, and whether it is one number for all. The given tensor may
@@ -79,7 +80,7 @@ pub fn pack<'py>(
     contract: &mut Contract<'_>,
     operands: &Operands<'py>,
 ) -> Result<[PackedTensors<'py>; 2]> {
-    let made = packing::pack_both(layer, contract, operands, |source| {
+    let made = packing::pack_both(layer, contract, operands, variants::quant::NVFP4_PACK.kernel(), |source| {
         let Some(Blocks { scales, layout, factors, .. }) = source.matrix.blocks else {
             contract!("w13 and w2: no block scales");
         };

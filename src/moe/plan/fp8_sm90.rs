@@ -1,19 +1,20 @@
 //! Tile choice of the Hopper grouped GEMMs of e4m3 with block scales.
 
 use super::call::Routed;
-use super::kernels::{Gemms, KernelSet, Rows};
-use super::steps::{Step, Task};
+use super::kernels::{GemmLaunches, Gemms, KernelSet, Rows};
+use super::steps::{GemmLaunch, RoutedLayerLaunch, Step};
 use super::tiles;
 use super::{max_tiles, sm90, units, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::Launch;
+use crate::kernel::{AnyLaunch, Launch};
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{Activations, Format};
 use crate::variants::fp8::{self, ORDERED_TOKENS, WIDE_TOKENS};
-use crate::variants::{Family, Variant};
+use crate::variants::signature::{MappedGemm, RoutedLayer};
+use crate::variants::{Family, Kernel, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
     serves,
@@ -41,24 +42,27 @@ pub const KERNELS: KernelSet = KernelSet {
     },
     one_launch: |call, Gemms { up, down, device, .. }| {
         let launch = by_groups(up.format).then(|| layer(call, up, down, device)).flatten();
-        launch.map(|launch| Step::launch(Task::RoutedLayer, launch))
+        launch.map(|launch| Step::RoutedLayer(RoutedLayerLaunch::Mapped(launch)))
     },
     variants,
 };
 
 /// The launches of GEMM1 and GEMM2.
-fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
+fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
     let Gemms { device, up, down, likely, .. } = gemms;
     let up = match quantises_inside(&likely[0], tile_tokens, device) {
         true => quantising_gemm(up, tile_tokens, device),
         false => gemm(up, tile_tokens, device),
     };
-    let up = if gemms.cut { Launch { variant: fp8::cut(up.variant), ..up } } else { up };
+    let up = match up {
+        GemmLaunch::Mapped(up) if gemms.cut => GemmLaunch::Mapped(Launch { kernel: fp8::cut(up.kernel), ..up }),
+        up => up,
+    };
     let down = match gemms.rows {
         Rows::Gathered { .. } => self::down(down, down_tile_tokens(down, tile_tokens).unwrap_or(tile_tokens), device),
         Rows::InOrder { .. } => down_of_rows((&likely[1], down), tile_tokens, device),
     };
-    (up, Some(down))
+    GemmLaunches::Apart([up, down])
 }
 
 /// An error if neither these kernels nor the portable one of other GPUs takes the layer.
@@ -83,7 +87,7 @@ pub fn serves(device: &Device, layer: &LayerDesc) -> bool {
 const FEW_UNITS: u32 = 1;
 
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Kernel<MappedGemm> {
     tiles::narrowest(&fp8::TILES, FEW_UNITS, gemm, tokens, device)
 }
 
@@ -173,7 +177,7 @@ fn quantises_inside(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> bool 
 }
 
 /// The facts of GEMM1 for a GEMM2 that begins where GEMM1 ends. A unit of GEMM1 is a group of a row, except in wide tiles. `up`: GEMM1.
-fn overlap(up: &GemmDesc, tile_tokens: i32, launch: Launch) -> Overlap {
+fn overlap(up: &GemmDesc, tile_tokens: i32, launch: AnyLaunch) -> Overlap {
     let group = GROUP as u32 * if up.gated { 2 } else { 1 };
     let unit_rows = if tile_tokens == WIDE_TOKENS as i32 { launch.variant.unit_rows() } else { group };
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(unit_rows) }
@@ -185,22 +189,22 @@ fn by_groups(format: Format) -> bool {
 }
 
 /// The launch of a GEMM1 whose epilogue quantises. A unit has 128 outputs.
-fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
-    let launch = self::gemm(gemm, tile_tokens, device);
-    let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
-    match tile_tokens < WIDE_TOKENS as i32 {
-        true => tiles::launch_units(&[gemm], tile_tokens, (launch.variant, unit_rows), device),
-        false => launch,
+fn quantising_gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> GemmLaunch {
+    if tile_tokens >= WIDE_TOKENS as i32 {
+        return self::gemm(gemm, tile_tokens, device);
     }
+    let tile = tile(gemm, tile_tokens, device).gated(gemm.gated);
+    let unit_rows = GROUP as u32 * if gemm.gated { 2 } else { 1 };
+    GemmLaunch::Mapped(tiles::launch_units(&[gemm], tile_tokens, (tile, unit_rows), device))
 }
 
-fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> GemmLaunch {
     if in_order(tile_tokens) {
-        let unit_rows = if gemm.gated { 256 } else { 128 };
-        return tiles::launch_units(&[gemm], tile_tokens, (fp8::ordered(gemm.gated), unit_rows), device);
+        let ordered = (fp8::ordered(gemm.gated), if gemm.gated { 256 } else { 128 });
+        return GemmLaunch::Ordered(tiles::launch_units(&[gemm], tile_tokens, ordered, device));
     }
     let tile = tile(gemm, tile_tokens, device);
-    tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device)
+    GemmLaunch::Mapped(tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device))
 }
 
 /// Tokens of GEMM2's tiles, if it has its own schedule.
@@ -226,7 +230,7 @@ fn down_tile_tokens(gemm: &GemmDesc, tile_tokens: i32) -> Option<i32> {
 ///   qwen3-30b-a3b (K 768)   M 1024  190, 183, 183, 183;   4096  152, 159, 155, 174;   16384  505, 527, 485, 479
 /// us of a layer with tiles of fewer tokens, in turn, GEMM2 with that tile and this kernel: dsv3-tp8 (16) M 16 153, 153; 64 309, 300; (64)
 /// 256 417, 363; 512 440, 384; qwen3-30b-a3b (16) 64 153, 155; (64) 256 165.0, 163.0; 512 172.6, 169.5.
-fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> GemmLaunch {
     let pairs = 2 * GROUP as i64;
     let short = gemm.k < SHORT || tile_tokens >= 64 && gemm.k <= 4 * pairs;
     if in_order(tile_tokens) || gemm.k % pairs != 0 || !short {
@@ -245,15 +249,17 @@ fn down(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
         }
         _ => few,
     };
-    tiles::launch_units(&[gemm], tile_tokens, (fp8::stationary(blocks), blocks * group), device)
+    let stationary = (fp8::stationary(blocks), blocks * group);
+    GemmLaunch::Mapped(tiles::launch_units(&[gemm], tile_tokens, stationary, device))
 }
 
 /// The launch of GEMM2 on rows in order. Only the rows of `expected` are likely; `all` has all rows for which there is room.
-fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> Launch {
+fn down_of_rows((expected, all): (&GemmDesc, &GemmDesc), tile_tokens: i32, device: &Device) -> GemmLaunch {
     let (few, many) = (down(expected, tile_tokens, device), gemm(all, tile_tokens, device));
-    match few.variant.family {
-        Family::GroupedGemmFp8StationarySm90 => {
-            Launch { grid: many.grid.min(tiles::resident(few.variant, device)), ..few }
+    match few {
+        GemmLaunch::Mapped(few) if few.kernel.family == Family::GroupedGemmFp8StationarySm90 => {
+            let grid = many.any().grid.min(tiles::resident(few.kernel, device));
+            GemmLaunch::Mapped(Launch { grid, ..few })
         }
         _ => many,
     }
@@ -276,7 +282,7 @@ const LONG_TOKENS: i64 = 4;
 ///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
 /// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their
 /// routing.
-fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch<RoutedLayer>> {
     let pairs = 2 * GROUP as i64;
     let row_blocks = [up, down].map(|gemm| gemm.rows as u32 / sm90::LAYER_ROWS);
     let tiles = max_tiles(up.slots, up.experts, sm90::LAYER_TOKENS) as u32;
@@ -292,14 +298,14 @@ fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Opti
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
         && down.k <= LAYER_INNER;
-    let variant = fp8::layer(up.gated, (experts, ctas), logits.plain);
+    let kernel = fp8::layer(up.gated, (experts, ctas), logits.plain);
     fits.then(|| Launch {
-        variant,
+        kernel,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
         grid: units(tiles, row_blocks.iter().sum()).min(device.multiprocessors * ctas),
-        block: variant.threads(),
+        block: kernel.threads(),
         cluster: 1,
-        shared_bytes: variant.shared_bytes().unwrap_or(0),
+        shared_bytes: kernel.shared_bytes().unwrap_or(0),
     })
 }
 
@@ -308,13 +314,9 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
     let gated = layer.gated;
     let gemms = fp8::TILES.iter().flat_map(|t| [gated, false].map(|gated| t.gated(gated)));
     let cut = layer.is_cut().then(|| fp8::WIDE_CUT_TILE.gated(gated));
-    let ordered = [fp8::ordered(gated), fp8::ordered(false)];
-    gemms
-        .chain(cut)
-        .chain(ordered)
-        .chain(fp8::layers(gated))
-        .chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary))
-        .collect()
+    let mapped = gemms.chain(cut).chain(fp8::STATIONARY_BLOCKS.map(fp8::stationary)).map(Kernel::variant);
+    let ordered = [gated, false].map(|gated| fp8::ordered(gated).variant());
+    mapped.chain(ordered).chain(fp8::layers(gated).map(Kernel::variant)).collect()
 }
 
 #[cfg(test)]
@@ -350,8 +352,9 @@ mod tests {
             let (element, format) = (Element::Bf16, Format::Fp8Block);
             let gemm = GemmDesc { element, format, gated: true, slots: tokens * 8, experts: 256, rows: 1536, k: 2048 };
             let launch = super::gemm(&gemm, tile_tokens(&gemm, Order::Gathered), &device);
+            let GemmLaunch::Mapped(launch) = launch else { panic!("{launch:?} is in order") };
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
-            chosen.push(launch.variant);
+            chosen.push(launch.kernel);
         }
         chosen.dedup();
         assert_eq!(chosen, fp8::TILES.map(|t| t.gated(true)));

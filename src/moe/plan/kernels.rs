@@ -1,11 +1,12 @@
 //! The type of a set of kernels that runs the GEMMs of a layer, and the data from which it chooses tiles and launches.
 
 use super::call::Routed;
-use super::steps::Step;
+use super::steps::{GemmLaunch, Step};
 use super::{GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
-use crate::kernel::Launch;
+use crate::kernel::{AnyLaunch, Launch};
+use crate::params::GemmPairParams;
 use crate::variants::Variant;
 
 /// Both GEMMs of a layer, as data for the choices of tiles and launches.
@@ -54,6 +55,13 @@ impl<'a> Gemms<'a> {
     }
 }
 
+/// The launches of GEMM1 and GEMM2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GemmLaunches {
+    Apart([GemmLaunch; 2]),
+    Together(Launch<GemmPairParams>),
+}
+
 /// A set of kernels.
 #[derive(Clone, Copy)]
 pub struct KernelSet {
@@ -63,12 +71,12 @@ pub struct KernelSet {
     pub tile_tokens: fn(&Gemms<'_>) -> i32,
     /// Most tokens of a tile of GEMM2's own schedule, if it has one.
     pub down_tile_tokens: fn(&Gemms<'_>, i32) -> Option<i32>,
-    /// The launches of GEMM1 and GEMM2 with tiles of so many tokens. If there is no second launch, the first has both.
-    pub launches: fn(&Gemms<'_>, i32) -> (Launch, Option<Launch>),
+    /// The launches of GEMM1 and GEMM2 with tiles of so many tokens.
+    pub launches: fn(&Gemms<'_>, i32) -> GemmLaunches,
     /// Whether GEMM1 rounds its output for GEMM2.
     pub rounds_inside: fn(&Gemms<'_>, i32) -> bool,
     /// The facts of this launch of GEMM1 that GEMM2 needs. None if GEMM2 does not begin where GEMM1 ends.
-    pub overlap: fn(&Gemms<'_>, i32, Launch) -> Option<Overlap>,
+    pub overlap: fn(&Gemms<'_>, i32, AnyLaunch) -> Option<Overlap>,
     /// The layer in one launch, if that is the faster form.
     pub one_launch: fn(&Routed, &Gemms<'_>) -> Option<Step>,
     /// Every kernel with a GEMM in it that calls of a layer may take. These kernels are loaded with the weights.

@@ -2,14 +2,14 @@
 //! layers, random routing). Each packed format has a row of tiles.
 
 use super::call::Routed;
-use super::kernels::{Gemms, KernelSet};
-use super::steps::{Step, Task};
+use super::kernels::{GemmLaunches, Gemms, KernelSet};
+use super::steps::{GemmLaunch, RoutedLayerLaunch, Step};
 use super::{sm90, tiles, GemmDesc};
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::quant::{Activations, Borders, Format, Packing, Weights};
+use crate::quant::{Activations, Borders, Format, PackedTiles, Packing, Weights};
 use crate::variants::packed::{stages_beside, MXFP4_LAYER_TILE};
 use crate::variants::Variant;
 
@@ -163,28 +163,32 @@ fn tile_tokens(gemm: &GemmDesc) -> i32 {
 const FEWER_CTAS_UNITS: u32 = 3;
 
 /// The launch of both GEMMs, or with e4m3 activations the launches of GEMM1 and GEMM2, between which another launch quantises.
-fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> (Launch, Option<Launch>) {
-    let launch = |of: &GemmDesc, gemms_of: &[&GemmDesc]| {
-        let Packing { tiles, fours, borders, .. } = packing(of.format);
-        let few_units = choice(borders).few_units;
-        let is_short = gemms_of.last().is_some_and(|last| last.k <= SHORT_K);
-        let few_units = if is_short { few_units.min(SHORT_FEW_UNITS) } else { few_units };
-        let tile = tiles::narrowest_by_k((tiles, fours), few_units, of, tile_tokens, gemms.device);
-        let launch = tiles::launch(gemms_of, tile_tokens, tile.gated(of.gated), gemms.device);
-        let fewer = gemms.device.multiprocessors * (launch.variant.ctas_per_multiprocessor() - 1);
-        let units = tiles::likely_units(of, launch.variant.unit_rows());
-        match gemms_of {
-            [_, down] if down.k > SHORT_K && units > fewer && units <= FEWER_CTAS_UNITS * fewer => {
-                Launch { grid: launch.grid.min(fewer), ..launch }
-            }
-            _ => launch,
+fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
+    let Gemms { up, down, device, .. } = gemms;
+    let Packing { tiles, borders, .. } = packing(up.format);
+    // `last`: the last GEMM of the launch.
+    let few_units = |last: &GemmDesc| match choice(borders).few_units {
+        few if last.k <= SHORT_K => few.min(SHORT_FEW_UNITS),
+        few => few,
+    };
+    let (tiles, fours) = match tiles {
+        PackedTiles::Together { tiles, fours } => (tiles, fours),
+        PackedTiles::Apart(tiles) => {
+            return GemmLaunches::Apart([up, down].map(|gemm| {
+                let tile = tiles::narrowest(tiles, few_units(gemm), gemm, tile_tokens, device);
+                GemmLaunch::Plain(tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device))
+            }))
         }
     };
-    let (up, down) = (&gemms.up, &gemms.down);
-    match up.format.activations() {
-        Activations::E4m3Rows => (launch(up, &[up]), Some(launch(down, &[down]))),
-        _ => (launch(up, &[up, down]), None),
-    }
+    let tile = tiles::narrowest_by_k((tiles, fours), few_units(down), up, tile_tokens, device);
+    let launch = tiles::launch(&[up, down], tile_tokens, tile.gated(up.gated), device);
+    let fewer = device.multiprocessors * (launch.kernel.ctas_per_multiprocessor() - 1);
+    let units = tiles::likely_units(up, launch.kernel.unit_rows());
+    let grid = match down.k > SHORT_K && units > fewer && units <= FEWER_CTAS_UNITS * fewer {
+        true => launch.grid.min(fewer),
+        false => launch.grid,
+    };
+    GemmLaunches::Together(Launch { grid, ..launch })
 }
 
 /// The layer runs in one launch, with the routing inside, up to so many tokens, if the tokens leave each warp a ring of so many stages. us
@@ -202,29 +206,32 @@ fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
         && sm90::routes_inside(call, up, sm90::ROUTED_EXPERTS, false)
         && call.tokens <= LAYER_TOKENS
         && stages_beside(&MXFP4_LAYER_TILE, bytes(up), bytes(down)) >= LEAST_STAGES;
-    let variant = MXFP4_LAYER_TILE.gated(up.gated);
+    let kernel = MXFP4_LAYER_TILE.gated(up.gated);
     fits.then(|| {
         let launch = Launch {
-            variant,
+            kernel,
             // NOTE: an SM has one CTA, though two fit: the other place is for the next launch.
             grid: device.multiprocessors,
-            block: variant.threads(),
+            block: kernel.threads(),
             cluster: 1,
-            shared_bytes: variant.shared_bytes().unwrap_or(0),
+            shared_bytes: kernel.shared_bytes().unwrap_or(0),
         };
-        Step::launch(Task::RoutedLayer, launch)
+        Step::RoutedLayer(RoutedLayerLaunch::Plain(launch))
     })
 }
 
 /// Every kernel that a layer's calls may take.
 fn variants(layer: &LayerDesc) -> Vec<Variant> {
-    let Packing { tiles, fours, .. } = packing(layer.format);
-    let mut all: Vec<Variant> = tiles.iter().chain(fours).map(|tile| tile.gated(layer.gated)).collect();
-    match layer.format {
-        Format::Mxfp4 => all.push(MXFP4_LAYER_TILE.gated(layer.gated)),
-        // GEMM2 has a launch of its own.
-        Format::Mxfp4A8 => all.extend(tiles.iter().map(|tile| tile.gated(false))),
-        _ => {}
+    let mut all: Vec<Variant> = match packing(layer.format).tiles {
+        PackedTiles::Together { tiles, fours } => {
+            tiles.iter().chain(fours).map(|tile| tile.gated(layer.gated).variant()).collect()
+        }
+        PackedTiles::Apart(tiles) => {
+            tiles.iter().flat_map(|tile| [layer.gated, false].map(|gated| tile.gated(gated).variant())).collect()
+        }
+    };
+    if layer.format == Format::Mxfp4 {
+        all.push(MXFP4_LAYER_TILE.gated(layer.gated).variant());
     }
     all
 }
@@ -232,9 +239,10 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::super::routing::Logits;
-    use super::super::{program, CallDesc, Source};
+    use super::super::{program, CallDesc, Source, Task};
     use super::*;
     use crate::device::Arch;
+    use crate::kernel::AnyLaunch;
     use crate::params::Dtype;
     use crate::variants::Element;
 
@@ -243,20 +251,40 @@ mod tests {
         crate::quant::FORMATS.into_iter().filter(|row| row.packing.is_some()).map(|row| row.format)
     }
 
+    /// The gated tiles of a format, and those for a K of whole stages of four blocks.
+    fn gated_tiles(format: Format) -> [Vec<Variant>; 2] {
+        match packing(format).tiles {
+            PackedTiles::Together { tiles, fours } => {
+                [tiles, fours].map(|list| list.iter().map(|tile| tile.gated(true).variant()).collect())
+            }
+            PackedTiles::Apart(tiles) => [tiles.iter().map(|tile| tile.gated(true).variant()).collect(), Vec::new()],
+        }
+    }
+
+    /// The launch with GEMM1.
+    fn first(launches: GemmLaunches) -> AnyLaunch {
+        match launches {
+            GemmLaunches::Together(launch) => launch.any(),
+            GemmLaunches::Apart([up, _]) => up.any(),
+        }
+    }
+
     /// GEMM1's kernel for so many slots of so many experts.
     fn chosen(format: Format, k: i64, slots: i64, experts: i64) -> Variant {
         let device = Device::typical(Arch::SM90);
         let gemm = GemmDesc { element: Element::Bf16, format, gated: true, slots, experts, rows: 5760, k };
         let gemms = Gemms::alone(&gemm, &device);
-        let (launch, _) = launches(&gemms, tile_tokens(&gemm));
+        let launch = first(launches(&gemms, tile_tokens(&gemm)));
         assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
         launch.variant
     }
 
     #[test]
     fn stages_of_four_blocks_where_k_is_whole_ones() {
-        for format in packed().filter(|&format| !packing(format).fours.is_empty()) {
-            let fours: Vec<Variant> = packing(format).fours.iter().map(|t| t.gated(true)).collect();
+        for (format, [_, fours]) in packed().map(|format| (format, gated_tiles(format))) {
+            if fours.is_empty() {
+                continue;
+            }
             let chosen = |k, mean: i64| chosen(format, k, 32 * mean, 32);
             assert_eq!([20, 40, 61].map(|mean| chosen(7168, mean)).to_vec(), fours);
             assert!([20, 40, 61].iter().all(|&mean| !fours.contains(&chosen(2880, mean))));
@@ -270,7 +298,7 @@ mod tests {
             let tokens = [1, 16, 64, 256, 512, 1024, 1500, 2048, 2500, 4096];
             let mut all = tokens.map(|tokens| chosen(format, 2880, tokens * 4, 128)).to_vec();
             all.dedup();
-            assert_eq!(all, packing(format).tiles.iter().map(|t| t.gated(true)).collect::<Vec<_>>(), "{format:?}");
+            assert_eq!(all, gated_tiles(format)[0], "{format:?}");
         }
     }
 
@@ -281,9 +309,10 @@ mod tests {
             let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype: Dtype::Bf16, format };
             let rows = super::super::kernels::Rows::Gathered { tokens, plain_x: true };
             let gemms = Gemms::new(&layer, tokens * top_k, rows, &device);
-            let (launch, other) = launches(&gemms, tile_tokens(&gemms.likely[0]));
-            assert!(other.is_none());
-            (launch.grid, launch.variant.ctas_per_multiprocessor())
+            let GemmLaunches::Together(launch) = launches(&gemms, tile_tokens(&gemms.likely[0])) else {
+                panic!("{format:?} has two launches")
+            };
+            (launch.grid, launch.kernel.ctas_per_multiprocessor())
         };
         let (qwen3, kimi) = ((128, 8, 2048, 768), (384, 8, 7168, 256));
         // Units have 128 weight rows: 96 units of GEMM1 a token, and 128 of GEMM2.

@@ -1,19 +1,20 @@
 //! Tile, grid and warps of the portable grouped GEMMs: sm_80, 89, 100 and 120, and on sm_90 the shapes that the Hopper kernel refuses.
 
-use super::kernels::KernelSet;
+use super::kernels::{GemmLaunches, KernelSet};
+use super::steps::GemmLaunch;
 use super::{element, max_tiles, units, GemmDesc};
 use crate::device::{Arch, Device};
 use crate::kernel::Launch;
+use crate::params::GroupedGemmParams;
 use crate::quant::{Format, Weights};
 use crate::variants::portable;
-use crate::variants::{Element, Variant};
+use crate::variants::{Element, Kernel, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
     serves: |_, _| true,
     tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
     launches: |gemms, tile_tokens| {
-        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
-        (up, Some(down))
+        GemmLaunches::Apart([gemms.up, gemms.down].map(|of| GemmLaunch::Plain(gemm(&of, tile_tokens, gemms.device))))
     },
     variants: |layer| variants(element(layer.dtype), layer.format),
     ..KernelSet::NONE
@@ -59,7 +60,7 @@ pub fn warps_rule(device: &Device, format: Format) -> Option<String> {
 }
 
 /// The tiles that can run a GEMM, by tokens.
-fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Variant> + 'a {
+fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Kernel<GroupedGemmParams>> + 'a {
     let vector = if gemm.k % 8 == 0 { 8 } else { 1 };
     let warps = min_warps(device.arch, PERSISTENT, gemm.format, SCALES);
     gemm.format
@@ -71,17 +72,17 @@ fn tiles<'a>(gemm: &GemmDesc, device: &'a Device) -> impl Iterator<Item = Varian
 }
 
 /// CTAs that a multiprocessor holds. It has 1 KiB more than a CTA may ask for, and keeps 1 KiB for each CTA.
-fn resident(tile: Variant, device: &Device) -> u32 {
+fn resident(tile: Kernel<GroupedGemmParams>, device: &Device) -> u32 {
     portable::ctas(&tile).min((device.shared_bytes + 1024) / (portable::shared_bytes(&tile) + 1024))
 }
 
 /// Blocks of weight rows of an expert.
-fn row_blocks(gemm: &GemmDesc, tile: Variant) -> u32 {
+fn row_blocks(gemm: &GemmDesc, tile: Kernel<GroupedGemmParams>) -> u32 {
     (gemm.rows as u32).div_ceil(tile.rows)
 }
 
 /// The narrowest tile that takes `tokens` tokens. If there is none, the widest tile.
-fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Variant {
+fn tile(gemm: &GemmDesc, tokens: u32, device: &Device) -> Kernel<GroupedGemmParams> {
     let mut fitting = tiles(gemm, device).filter(|t| t.tokens >= tokens);
     fitting.next().or_else(|| tiles(gemm, device).last()).expect("every device has the shared memory of some tile")
 }
@@ -114,14 +115,14 @@ fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     tokens as i32
 }
 
-fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch<GroupedGemmParams> {
     let tile = tile(gemm, tile_tokens as u32, device);
-    let variant = tile.with_element(gemm.element).gated(gemm.gated);
+    let kernel = tile.with_element(gemm.element).gated(gemm.gated);
     let units = units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, row_blocks(gemm, tile));
     Launch {
-        variant,
+        kernel,
         grid: units.min(resident(tile, device) * device.multiprocessors).max(1),
-        block: variant.threads(),
+        block: kernel.threads(),
         cluster: 1,
         shared_bytes: portable::shared_bytes(&tile),
     }
@@ -129,7 +130,7 @@ fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
 
 /// Every kernel with a GEMM in it that calls of a layer may take.
 fn variants(element: Element, format: Format) -> Vec<Variant> {
-    let forms = |t: &Variant| [true, false].map(|gated| t.with_element(element).gated(gated));
+    let forms = |t: &Kernel<_>| [true, false].map(|gated| t.with_element(element).gated(gated).variant());
     format.spec().portable.iter().flat_map(forms).collect()
 }
 
@@ -237,7 +238,7 @@ mod tests {
         let tile = tile_tokens(&up, &down, &device);
         assert_eq!(tile, 64);
         let vector = |g: &GemmDesc| {
-            let chosen = gemm(g, tile, &device).variant;
+            let chosen = gemm(g, tile, &device).kernel;
             assert_eq!(chosen.family, Family::GroupedGemmPortable);
             chosen.vector
         };
@@ -275,7 +276,7 @@ mod tests {
                 let up = GemmDesc { format, ..layer(tokens, 8, 128, hidden, 768).0 };
                 let down = GemmDesc { gated: false, rows: hidden, ..up };
                 let tile = tile_tokens(&up, &down, &device);
-                chosen.extend([gemm(&up, tile, &device).variant, gemm(&down, tile, &device).variant]);
+                chosen.extend([&up, &down].map(|of| gemm(of, tile, &device).kernel.variant()));
             }
             for variant in variants(Element::Bf16, format) {
                 assert!(chosen.contains(&variant), "{variant:?}");

@@ -3,7 +3,7 @@
 
 use super::call::{CallDesc, InOrder, Routed, Source, X};
 use super::gemms::{set_of, GemmsPlan};
-use super::kernels::{Gemms, Rows};
+use super::kernels::{GemmLaunches, Gemms, Rows};
 use super::rounds::{self, Round};
 use super::routing::RoutingPlan;
 use super::steps::{At, Buffer, Gemm, Order, Schedule, Step, Task};
@@ -12,7 +12,7 @@ use super::{counters, element, fp8_sm90, max_tiles, sm90, Counters, Overlap, CPU
 use crate::counters::MOST_EXPERTS;
 use crate::device::Device;
 use crate::error::Result;
-use crate::kernel::Launch;
+use crate::kernel::AnyLaunch;
 use crate::params::Fp8Scaling;
 use crate::quant::Activations;
 use crate::workspace::Range;
@@ -88,13 +88,14 @@ fn on_cpu(call: &CallDesc) -> Program {
     let mut program = Program::new(call, None, &Choice::new(CPU_TILE_TOKENS, counter_count, Form::Cpu));
     let rounds = program.rounds.map(|round| round.is_some());
     let (before, behind): (&[_], &[_]) = match call.source {
-        Source::Routed(Routed { logits: Some(_), .. }) => (&[Task::Select, Task::Route], &[Task::Combine]),
-        Source::Routed(_) => (&[Task::Route], &[Task::Combine]),
-        Source::InOrder(_) => (&[Task::Schedule], &[]),
+        Source::Routed(Routed { logits: Some(_), .. }) => (&[Step::Select, Step::Route(None)], &[Step::Combine(None)]),
+        Source::Routed(_) => (&[Step::Route(None)], &[Step::Combine(None)]),
+        Source::InOrder(_) => (&[Step::Schedule(None)], &[]),
     };
-    let gemms = [(Task::RoundX, rounds[0]), (Task::Gemm1, true), (Task::RoundHidden, rounds[1]), (Task::Gemm2, true)];
-    let gemms = gemms.iter().filter(|(_, is_there)| *is_there).map(|(task, _)| task);
-    program.append(before.iter().chain(gemms).chain(behind).map(|&task| Step { task, launch: None }));
+    let (up, down) = ((Step::RoundX(None), Step::Gemm1(None)), (Step::RoundHidden(None), Step::Gemm2(None)));
+    let gemms = [(up.0, rounds[0]), (up.1, true), (down.0, rounds[1]), (down.1, true)];
+    let gemms = gemms.iter().filter(|(_, is_there)| *is_there).map(|(step, _)| step);
+    program.append(before.iter().chain(gemms).chain(behind).copied());
     program
 }
 
@@ -121,13 +122,13 @@ fn on_gpu(call: &CallDesc, device: &Device) -> Result<Program> {
 fn in_one_launch(call: &CallDesc, device: &Device, routing: RoutingPlan, step: Step) -> Program {
     let (tile_tokens, layer) = (sm90::LAYER_TOKENS, &call.layer);
     let max_tiles = max_tiles(call.slots(), layer.experts, tile_tokens);
-    let (counter_count, form) = match step.task {
-        Task::RoutedLayer => (0, Form::RoutedLayer),
+    let (counter_count, form) = match step {
+        Step::RoutedLayer(_) => (0, Form::RoutedLayer),
         _ => (counters(max_tiles, layer.hidden).count(), Form::Layer),
     };
     let mut program = Program::new(call, Some(device), &Choice::new(tile_tokens, counter_count, form));
     if form == Form::Layer {
-        program.append(routing.launches().map(|launch| Step::launch(Task::Route, launch)));
+        program.append(routing.launches().map(|launch| Step::Route(Some(launch))));
     }
     program.append([step]);
     program
@@ -148,11 +149,11 @@ fn routed_program(
         _ => Counters::TILES_DONE as i32,
     };
     let mut program = Program::new(call, Some(device), &gemms.choice(counter_count));
-    let down_schedule = gemms.down_tile_tokens.map(|_| Step::launch(Task::DownSchedule, super::schedule()));
-    program.append(routing.launches().map(|launch| Step::launch(Task::Route, launch)));
+    let down_schedule = gemms.down_tile_tokens.map(|_| Step::DownSchedule(super::schedule()));
+    program.append(routing.launches().map(|launch| Step::Route(Some(launch))));
     program.append(down_schedule);
     program.append_gemms(call, gemms);
-    program.append([Step::launch(Task::Combine, super::combine(routed.tokens, layer.hidden, element(layer.dtype)))]);
+    program.append([Step::Combine(Some(super::combine(routed.tokens, layer.hidden, element(layer.dtype))))]);
     program
 }
 
@@ -162,21 +163,24 @@ fn program_in_order(call: &CallDesc, gemms: &GemmsPlan, device: &Device) -> Prog
     let mut program = Program::new(call, Some(device), &gemms.choice(counters_of_rows(layer)));
     let finds_tiles = matches!(call.source, Source::InOrder(InOrder { finds_tiles: true, .. }));
     // A launch that rounds rows needs a schedule too.
-    let alone = gemms.down.is_none() && gemms.quantize.iter().flatten().all(Option::is_none);
-    if finds_tiles && alone && layer.experts <= MOST_EXPERTS {
-        program.append([Step::launch(Task::BothGemmsOfRows, gemms.up)]);
-    } else {
-        program.append([Step::launch(Task::Schedule, super::schedule())]);
-        program.append_gemms(call, gemms);
+    let rounds = gemms.quantize.iter().flatten().any(Option::is_some);
+    match gemms.launches {
+        GemmLaunches::Together(launch) if finds_tiles && !rounds && layer.experts <= MOST_EXPERTS => {
+            program.append([Step::BothGemmsOfRows(launch)]);
+        }
+        _ => {
+            program.append([Step::Schedule(Some(super::schedule()))]);
+            program.append_gemms(call, gemms);
+        }
     }
     program
 }
 
 impl GemmsPlan {
     fn choice(&self, counter_count: i32) -> Choice {
-        let form = match self.down {
-            Some(_) => Form::Apart { rounds_inside: self.quantize[1] == [None; 2] },
-            None => Form::BothGemms,
+        let form = match self.launches {
+            GemmLaunches::Apart(_) => Form::Apart { rounds_inside: self.quantize[1] == [None; 2] },
+            GemmLaunches::Together(_) => Form::BothGemms,
         };
         let GemmsPlan { tile_tokens, down_tile_tokens, overlap, .. } = *self;
         Choice { tile_tokens, down_tile_tokens, overlap, counter_count, form }
@@ -257,13 +261,15 @@ impl Program {
         let x = rounds::launches_of_x(call, x);
         // A launch for x stands between the schedule and GEMM1, which then need not wait for the schedule.
         self.gemms[0].schedule_is_older = x.iter().any(Option::is_some);
-        self.append(x.into_iter().flatten().map(|launch| Step::launch(Task::RoundX, launch)));
-        let Some(down) = gemms.down else {
-            return self.append([Step::launch(Task::BothGemms, gemms.up)]);
-        };
-        self.append([Step::launch(Task::Gemm1, gemms.up)]);
-        self.append(hidden.into_iter().flatten().map(|launch| Step::launch(Task::RoundHidden, launch)));
-        self.append([Step::launch(Task::Gemm2, down)]);
+        self.append(x.into_iter().flatten().map(|launch| Step::RoundX(Some(launch))));
+        match gemms.launches {
+            GemmLaunches::Together(launch) => self.append([Step::BothGemms(launch)]),
+            GemmLaunches::Apart([up, down]) => {
+                self.append([Step::Gemm1(Some(up))]);
+                self.append(hidden.into_iter().flatten().map(|launch| Step::RoundHidden(Some(launch))));
+                self.append([Step::Gemm2(Some(down))]);
+            }
+        }
     }
 
     /// The steps, in their order.
@@ -272,13 +278,13 @@ impl Program {
     }
 
     /// The launches, in their order. A program for the CPU has none.
-    pub fn launches(&self) -> impl Iterator<Item = Launch> + '_ {
-        self.steps().filter_map(|step| step.launch)
+    pub fn launches(&self) -> impl Iterator<Item = AnyLaunch> + '_ {
+        self.steps().filter_map(Step::launch)
     }
 
     /// The launches of the steps with this task.
-    pub fn launches_of(&self, task: Task) -> impl Iterator<Item = Launch> + '_ {
-        self.steps().filter(move |step| step.task == task).filter_map(|step| step.launch)
+    pub fn launches_of(&self, task: Task) -> impl Iterator<Item = AnyLaunch> + '_ {
+        self.steps().filter(move |step| step.task() == task).filter_map(Step::launch)
     }
 }
 

@@ -2,11 +2,10 @@
 //! functions of `crate::cpu` do it.
 
 use super::call::{CallDesc, Source, X};
-use super::steps::{At, Buffer, Gemm, Order};
+use super::steps::{At, Buffer, Gemm, Order, RoundLaunch};
 use super::workspace::Workspace;
 use super::{e4m3_columns, fp8_sm90, Counters};
 use crate::desc::LayerDesc;
-use crate::kernel::Launch;
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{fp8_ops, Activations};
@@ -99,10 +98,12 @@ pub fn of(call: &CallDesc, gemms: &mut [Gemm; 2], on: &On<'_>) -> [Option<Round>
 }
 
 /// The launches for a call's x. `of_numbers`: the launches for an x of numbers.
-pub fn launches_of_x(call: &CallDesc, of_numbers: [Option<Launch>; 2]) -> [Option<Launch>; 2] {
+pub fn launches_of_x(call: &CallDesc, of_numbers: [Option<RoundLaunch>; 2]) -> [Option<RoundLaunch>; 2] {
     match (call.x, call.activations) {
         (X::Codes, Activations::Fp8(_)) => [None; 2],
-        (X::LooseCodes, Activations::Fp8(_)) => [None, Some(fp8_ops::expansion(call.rows(), groups(&call.layer)))],
+        (X::LooseCodes, Activations::Fp8(_)) => {
+            [None, Some(RoundLaunch::Fp8Scales(fp8_ops::expansion(call.rows(), groups(&call.layer))))]
+        }
         // A launch that rounds numbers to NVFP4 expands codes too.
         _ => of_numbers,
     }

@@ -3,9 +3,12 @@
 //! Few tokens take one launch of one CTA. More tokens take one launch of a cluster, whose CTAs talk through distributed shared memory. Many
 //! tokens take two launches: Select (or Histogram, if ids are given) and Place.
 
+use super::steps::RouteLaunch;
 use crate::kernel::Launch;
-use crate::variants::routing::{place, route, select, EXPERTS_PER_LANE, ROUTE_GIVEN};
-use crate::variants::{Family, Variant};
+use crate::params::{RaggedParams, RouteParams};
+use crate::variants::routing::{place, route, select, EXPERTS_PER_LANE, HISTOGRAM, RAGGED, ROUTE_GIVEN};
+use crate::variants::signature::SelectAndSort;
+use crate::variants::{Kernel, Variant};
 
 /// The problem that is routed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -33,8 +36,8 @@ pub struct Logits {
 /// The launches of the routing: one, or two in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RoutingPlan {
-    pub first: Launch,
-    pub second: Option<Launch>,
+    pub first: RouteLaunch,
+    pub second: Option<Launch<RouteParams>>,
 }
 
 /// Most experts with a logit, and most experts by which slots are sorted, since each has a thread of a CTA. Slots are also sorted by fused
@@ -67,33 +70,25 @@ impl RoutingPlan {
         if d.experts == 0 || d.experts > MAX_EXPERTS || d.top_k == 0 || d.top_k > MAX_TOP_K {
             return None;
         }
-        let (variant, first) = match d.logits {
-            Some(Logits { plain, .. }) => {
-                let experts_per_lane = d.logits?.per_lane()?;
-                (route(experts_per_lane, plain), select(experts_per_lane, plain))
+        Some(match d.logits {
+            Some(logits @ Logits { plain, .. }) => {
+                let experts_per_lane = logits.per_lane()?;
+                d.plan((route(experts_per_lane, plain), select(experts_per_lane, plain)), RouteLaunch::Select)
             }
-            None => (ROUTE_GIVEN, Variant::of(Family::Histogram)),
-        };
-        let (cluster, threads) = d.one_launch_shape();
-        // A CTA of 512 threads chooses for more experts than it has threads; the cluster has a thread for each.
-        let block = d.block(threads).min(variant.threads());
-        let one = Launch { variant, grid: cluster, block, cluster, shared_bytes: d.route_bytes(cluster) };
-        if cluster > 0 && one.shared_bytes <= d.max_shared_bytes() {
-            return Some(Self { first: one, second: None });
-        }
-        Some(d.two_launches(first))
+            None => d.plan((ROUTE_GIVEN, HISTOGRAM.kernel()), RouteLaunch::Sort),
+        })
     }
 
-    pub fn launches(&self) -> impl Iterator<Item = Launch> {
-        [Some(self.first), self.second].into_iter().flatten()
+    pub fn launches(&self) -> impl Iterator<Item = RouteLaunch> {
+        [Some(self.first), self.second.map(RouteLaunch::Sort)].into_iter().flatten()
     }
 }
 
 /// The launch of top-k without a sort. `None` if the kernel does not take so many experts or groups.
-pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
+pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch<SelectAndSort>> {
     let warps = tokens.clamp(1, 8);
     Some(Launch {
-        variant: select(logits.per_lane()?, logits.plain),
+        kernel: select(logits.per_lane()?, logits.plain),
         grid: tokens.div_ceil(warps).clamp(1, 2048),
         block: 32 * warps,
         cluster: 1,
@@ -102,9 +97,9 @@ pub fn select_alone(tokens: u32, logits: Logits) -> Option<Launch> {
 }
 
 /// The launch that makes triton_kernels' tables. A CTA takes 4096 slots.
-pub fn ragged(slots: u32) -> Launch {
-    let variant = Variant::of(Family::Ragged);
-    Launch { variant, grid: slots.div_ceil(4096).clamp(1, 64), block: variant.threads(), cluster: 1, shared_bytes: 0 }
+pub fn ragged(slots: u32) -> Launch<RaggedParams> {
+    let kernel = RAGGED.kernel();
+    Launch { kernel, grid: slots.div_ceil(4096).clamp(1, 64), block: kernel.threads(), cluster: 1, shared_bytes: 0 }
 }
 
 /// Most slots of a block of tokens, because a block's counts have 16 bits.
@@ -118,11 +113,11 @@ pub fn block_histogram_bytes(tokens: u32, experts: u32, top_k: u32) -> usize {
 
 /// Every kernel that some plan can choose.
 pub fn variants() -> Vec<Variant> {
-    let mut all = vec![ROUTE_GIVEN, Variant::of(Family::Histogram), Variant::of(Family::Ragged)];
+    let mut all = vec![ROUTE_GIVEN.variant(), HISTOGRAM.kernel().variant(), RAGGED.kernel().variant()];
     for plain in [true, false] {
-        all.extend(EXPERTS_PER_LANE.map(|experts| select(experts, plain)));
-        all.extend(EXPERTS_PER_LANE.map(|experts| route(experts, plain)));
-        all.push(place(plain));
+        all.extend(EXPERTS_PER_LANE.map(|experts| select(experts, plain).variant()));
+        all.extend(EXPERTS_PER_LANE.map(|experts| route(experts, plain).variant()));
+        all.push(place(plain).variant());
     }
     all
 }
@@ -164,8 +159,21 @@ impl RoutingDesc {
         found.map_or((0, 0), |&(_, ctas, threads)| (ctas, threads))
     }
 
+    /// The plan with one of these kernels, which `launch` names by their parameters: the kernel of the one-launch form, or the first of two.
+    fn plan<P>(&self, (one, first): (Kernel<P>, Kernel<P>), launch: fn(Launch<P>) -> RouteLaunch) -> RoutingPlan {
+        let (cluster, threads) = self.one_launch_shape();
+        // A CTA of 512 threads chooses for more experts than it has threads; the cluster has a thread for each.
+        let block = self.block(threads).min(one.threads());
+        let one = Launch { kernel: one, grid: cluster, block, cluster, shared_bytes: self.route_bytes(cluster) };
+        if cluster > 0 && one.shared_bytes <= self.max_shared_bytes() {
+            return RoutingPlan { first: launch(one), second: None };
+        }
+        let (first, second) = self.two_launches(first);
+        RoutingPlan { first: launch(first), second: Some(second) }
+    }
+
     /// The two launches, which have the same blocks of tokens. Their shapes were measured on H200.
-    fn two_launches(&self, first: Variant) -> RoutingPlan {
+    fn two_launches<P>(&self, first: Kernel<P>) -> (Launch<P>, Launch<RouteParams>) {
         let (wanted, many) = match self.logits {
             Some(_) => (self.tokens.div_ceil(8), self.tokens > 1024),
             None => (self.slots().div_ceil(256), self.slots() > 65536),
@@ -186,7 +194,7 @@ impl RoutingDesc {
         // there, and two CTAs of the first must not share what is left of a multiprocessor.
         let apart = if self.sm >= 90 { self.max_shared_bytes() / 2 + 2048 } else { 0 };
         let shared_bytes = (self.experts.next_multiple_of(4) * 4).max(apart);
-        let first = Launch { variant: first, grid: blocks, block, cluster: 1, shared_bytes };
+        let first = Launch { kernel: first, grid: blocks, block, cluster: 1, shared_bytes };
 
         // With many blocks most of the time goes into adding up their counts, so an expert has 4 threads.
         let useful = if many { block_slots.max(4 * self.experts) } else { block_slots };
@@ -195,9 +203,8 @@ impl RoutingDesc {
             None => 1024,
         };
         let shared_bytes = self.place_bytes(blocks, block);
-        let variant = place(self.logits.is_some());
-        let second = Launch { variant, grid: blocks, block, cluster: 1, shared_bytes };
-        RoutingPlan { first, second: Some(second) }
+        let kernel = place(self.logits.is_some());
+        (first, Launch { kernel, grid: blocks, block, cluster: 1, shared_bytes })
     }
 
     fn slots(&self) -> u32 {
@@ -268,6 +275,7 @@ impl RoutingDesc {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::variants::Family;
 
     const TOKENS: [u32; 13] = [1, 2, 16, 17, 64, 100, 256, 650, 1024, 2048, 4096, 16384, 65536];
 
@@ -301,7 +309,7 @@ mod tests {
     fn every_shape_fits_its_gpu() {
         for d in descs() {
             let plan = RoutingPlan::new(&d).unwrap();
-            for l in plan.launches() {
+            for l in plan.launches().map(RouteLaunch::any) {
                 assert!(l.block >= 32 && l.block <= 1024 && l.block % 32 == 0, "{d:?} {l:?}");
                 assert!(
                     l.shared_bytes <= if matches!(d.sm, 90 | 100 | 103) { 227 * 1024 } else { 99 * 1024 },
@@ -321,17 +329,18 @@ mod tests {
     fn kernels_find_what_they_assume() {
         for d in descs() {
             let plan = RoutingPlan::new(&d).unwrap();
+            let first = plan.first.any();
             match plan.second {
                 None => {
                     assert!(d.tokens * d.top_k <= 65535, "{d:?}");
-                    assert!(matches!(plan.first.variant.family, Family::Route | Family::RouteGivenIds));
-                    assert_eq!(plan.first.grid, plan.first.cluster, "{d:?}");
-                    assert!(plan.first.block >= d.experts.div_ceil(8) * 4, "{d:?}");
-                    assert!(plan.first.block * plan.first.grid >= d.experts, "{d:?}");
+                    assert!(matches!(first.variant.family, Family::Route | Family::RouteGivenIds));
+                    assert_eq!(first.grid, first.cluster, "{d:?}");
+                    assert!(first.block >= d.experts.div_ceil(8) * 4, "{d:?}");
+                    assert!(first.block * first.grid >= d.experts, "{d:?}");
                 }
                 Some(place) => {
-                    assert_eq!(place.variant, super::place(d.logits.is_some()));
-                    assert_eq!(place.grid, plan.first.grid, "{d:?}");
+                    assert_eq!(place.kernel, super::place(d.logits.is_some()));
+                    assert_eq!(place.grid, first.grid, "{d:?}");
                     assert!(place.block >= 64 && place.block >= d.experts, "{d:?}");
                     assert!(d.tokens.div_ceil(place.grid) * d.top_k <= 65535, "{d:?}");
                     assert!(place.grid <= d.tokens, "{d:?}");
@@ -393,7 +402,7 @@ mod tests {
             let made = [1, 5000].map(|tokens| {
                 let logits = Some(Logits { experts: 128, groups: 1, plain });
                 let d = RoutingDesc { tokens, top_k: 8, experts: 128, logits, sm: 90 };
-                RoutingPlan::new(&d).unwrap().first.variant.symbol()
+                RoutingPlan::new(&d).unwrap().first.any().variant.symbol()
             });
             assert_eq!(made, symbols);
         }
@@ -403,7 +412,7 @@ mod tests {
     fn million_tokens_keep_16_bit_counts() {
         let d = RoutingDesc { tokens: 1 << 20, top_k: 32, experts: 512, logits: None, sm: 90 };
         let plan = RoutingPlan::new(&d).unwrap();
-        assert!(d.tokens.div_ceil(plan.first.grid) * d.top_k <= 65535);
+        assert!(d.tokens.div_ceil(plan.first.any().grid) * d.top_k <= 65535);
     }
 
     #[test]

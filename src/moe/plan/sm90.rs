@@ -1,17 +1,18 @@
 //! Tile choice of the Hopper grouped GEMM, from measurements on H200 (bf16; GEMM1, GEMM2 and combine of cold layers, random routing).
 
 use super::call::Routed;
-use super::kernels::{Gemms, KernelSet};
+use super::kernels::{GemmLaunches, Gemms, KernelSet};
 use super::routing::Logits;
-use super::steps::{Step, Task};
+use super::steps::{GemmLaunch, RoutedLayerLaunch, Step};
 use super::{element, max_tiles, units, GemmDesc, Overlap};
 use crate::desc::LayerDesc;
 use crate::device::Device;
-use crate::kernel::Launch;
+use crate::kernel::{AnyLaunch, Launch};
 use crate::params::Dtype;
 use crate::variants::layer::{INNER_COLUMNS, LAYER_TILE, ROUTED_TILE};
+use crate::variants::signature::{Layer, MappedGemm, RoutedLayer};
 use crate::variants::sm90::TILES;
-use crate::variants::{Element, Variant};
+use crate::variants::{Element, Kernel, Variant};
 
 pub const KERNELS: KernelSet = KernelSet {
     serves: |device, layer| {
@@ -22,13 +23,13 @@ pub const KERNELS: KernelSet = KernelSet {
     },
     tile_tokens: |gemms| tile_tokens(&gemms.likely[0], &gemms.likely[1], gemms.device),
     launches: |gemms, tile_tokens| {
-        let [up, down] = [gemms.up, gemms.down].map(|of| gemm(&of, tile_tokens, gemms.device));
-        (up, Some(down))
+        GemmLaunches::Apart([gemms.up, gemms.down].map(|of| GemmLaunch::Mapped(gemm(&of, tile_tokens, gemms.device))))
     },
     overlap: |gemms, _, up| Some(overlap(&gemms.up, up)),
     one_launch: |call, Gemms { up, down, device, .. }| {
-        let routed = routed_layer(call, up, down, device).map(|launch| Step::launch(Task::RoutedLayer, launch));
-        routed.or_else(|| Some(Step::launch(Task::Layer, layer(call.tokens, up, down, device)?)))
+        let routed = routed_layer(call, up, down, device);
+        let routed = routed.map(|launch| Step::RoutedLayer(RoutedLayerLaunch::Mapped(launch)));
+        routed.or_else(|| layer(call.tokens, up, down, device).map(Step::Layer))
     },
     variants: |layer| variants(element(layer.dtype), layer.gated),
     ..KernelSet::NONE
@@ -46,10 +47,10 @@ pub const LAYER_SHAPE: (u32, u32) = (1, 1);
 pub const LAYER_ROWS: u32 = 64;
 
 /// The schedule's tile of a layer in one launch.
-pub const LAYER_TOKENS: i32 = LAYER_TILE.tokens as i32;
+pub const LAYER_TOKENS: i32 = LAYER_TILE.variant().tokens as i32;
 
 /// Whether a tile takes weights of this many rows. A pair of row tiles is cut into strips of 32 rows.
-fn takes(tile: Variant, rows: u32) -> bool {
+fn takes(tile: Kernel<MappedGemm>, rows: u32) -> bool {
     tile.row_tiles == 1 || rows.is_multiple_of(32)
 }
 
@@ -69,7 +70,7 @@ pub fn tile_shapes(rows: u32) -> Vec<(u32, u32)> {
 const FEW_UNITS: u32 = 7;
 
 /// The narrowest tile that takes this many tokens.
-fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Kernel<MappedGemm> {
     let first = TILES.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(TILES.len() - 1);
     let tile = TILES[first];
     // The schedule's tile was chosen so that an expert has one tile.
@@ -81,7 +82,7 @@ fn tile(gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
 }
 
 /// Waves of CTAs in a GEMM in which every expert has one tile.
-fn waves(gemm: &GemmDesc, tile: Variant, device: &Device) -> u32 {
+fn waves(gemm: &GemmDesc, tile: Kernel<MappedGemm>, device: &Device) -> u32 {
     let ctas = device.multiprocessors * tile.with_element(gemm.element).gated(gemm.gated).ctas_per_multiprocessor();
     let units = units(gemm.slots.min(gemm.experts) as u32, (gemm.rows as u32).div_ceil(tile.unit_rows()));
     units.div_ceil(ctas)
@@ -89,7 +90,7 @@ fn waves(gemm: &GemmDesc, tile: Variant, device: &Device) -> u32 {
 
 /// Whether the widest tile suits a GEMM whose experts fit in narrower tiles. It copies fewer tokens a row, but its last wave must not be
 /// emptier. This was measured with 6 and 8 waves. A few waves are left to the narrower tile, which has more CTAs to spread.
-fn wide_pays(gemm: &GemmDesc, narrow: Variant, wide: Variant, device: &Device) -> bool {
+fn wide_pays(gemm: &GemmDesc, narrow: Kernel<MappedGemm>, wide: Kernel<MappedGemm>, device: &Device) -> bool {
     let [by_narrow, by_wide] = [narrow, wide].map(|tile| (waves(gemm, tile, device), tile.unit_rows()));
     by_wide.0 > 4 && by_wide.0 * by_wide.1 <= by_narrow.0 * by_narrow.1
 }
@@ -120,22 +121,22 @@ fn tile_tokens(up: &GemmDesc, down: &GemmDesc, device: &Device) -> i32 {
     }
 }
 
-fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch {
+fn gemm(gemm: &GemmDesc, tile_tokens: i32, device: &Device) -> Launch<MappedGemm> {
     let tile = tile(gemm, tile_tokens, device);
     let units =
         units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, (gemm.rows as u32).div_ceil(tile.unit_rows()));
-    let variant = tile.with_element(gemm.element).gated(gemm.gated);
+    let kernel = tile.with_element(gemm.element).gated(gemm.gated);
     Launch {
-        variant,
-        grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()).max(1),
-        block: variant.threads(),
+        kernel,
+        grid: units.min(device.multiprocessors * kernel.ctas_per_multiprocessor()).max(1),
+        block: kernel.threads(),
         cluster: 1,
-        shared_bytes: variant.shared_bytes().unwrap_or(0),
+        shared_bytes: kernel.shared_bytes().unwrap_or(0),
     }
 }
 
 /// The facts of this launch of GEMM1 for a GEMM2 that begins where GEMM1 ends. `up`: GEMM1.
-fn overlap(up: &GemmDesc, launch: Launch) -> Overlap {
+fn overlap(up: &GemmDesc, launch: AnyLaunch) -> Overlap {
     Overlap { ctas: launch.grid, units: (up.rows as u32).div_ceil(launch.variant.unit_rows()) }
 }
 
@@ -151,7 +152,7 @@ fn expert_weights(up: &GemmDesc, down: &GemmDesc) -> i64 {
 ///   mixtral (E8 k2, 88 M weights an expert)   1: 114, 107   2: 182, 166   4: 261, 248   8: 333, 329   16: 347, 344
 ///   qwen3 (E128 k8, 4.7 M)                    1: 35, 36     2: 50, 52     4: 83, 85     8: 127, 131   16: 199, 206
 /// The separate launches have become 2 to 5 us faster since; sizes in between were not measured.
-fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch<Layer>> {
     if expert_weights(up, down) < LARGE_EXPERT || tokens > i64::from(LAYER_TILE.tokens) {
         return None;
     }
@@ -169,7 +170,7 @@ pub const ROUTED_EXPERTS: i64 = 128;
 ///   deepseek-v2-lite (E64 k6 I1408)                1: 37.8, 33.1   4: 99.3, 92.5
 /// Layers with large experts were measured in the form with counters: mixtral 1: 96.1 by `layer`, 99.0 with the routing inside. They were
 /// not measured in the form that polls.
-fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch> {
+fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch<RoutedLayer>> {
     let fits = routes_inside(call, up, ROUTED_EXPERTS, false)
         && call.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
@@ -187,22 +188,26 @@ pub fn routes_inside(call: &Routed, up: &GemmDesc, most_experts: i64, any: bool)
     call.routes_inside && call.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
 }
 
-fn one_launch(variant: Variant, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch {
+fn one_launch<P>(kernel: Kernel<P>, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch<P> {
     let row_blocks = [up, down].map(|gemm| (gemm.rows as u32).div_ceil(LAYER_ROWS));
     let units = units(max_tiles(up.slots, up.experts, LAYER_TOKENS) as u32, row_blocks.iter().sum());
     Launch {
-        variant,
+        kernel,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
-        grid: units.min(device.multiprocessors * variant.ctas_per_multiprocessor()),
-        block: variant.threads(),
+        grid: units.min(device.multiprocessors * kernel.ctas_per_multiprocessor()),
+        block: kernel.threads(),
         cluster: 1,
-        shared_bytes: variant.shared_bytes().unwrap_or(0),
+        shared_bytes: kernel.shared_bytes().unwrap_or(0),
     }
 }
 
 fn variants(element: Element, gated: bool) -> Vec<Variant> {
-    let gemms = TILES.iter().flat_map(|t| [gated, false].map(|gated| t.with_element(element).gated(gated)));
-    gemms.chain([LAYER_TILE, ROUTED_TILE].map(|t| t.with_element(element).gated(gated))).collect()
+    let gemms = TILES.iter().flat_map(|t| [gated, false].map(|gated| t.with_element(element).gated(gated).variant()));
+    let layers = [
+        LAYER_TILE.with_element(element).gated(gated).variant(),
+        ROUTED_TILE.with_element(element).gated(gated).variant(),
+    ];
+    gemms.chain(layers).collect()
 }
 
 #[cfg(test)]
@@ -221,7 +226,7 @@ mod tests {
             let gemm = GemmDesc { element: Element::Bf16, format: Format::Bf16, gated: true, slots, experts, rows, k };
             let launch = super::gemm(&gemm, tile_tokens(&gemm, &gemm, &device), &device);
             assert!(launch.shared_bytes <= device.shared_bytes && launch.grid > 0);
-            chosen.push(launch.variant);
+            chosen.push(launch.kernel);
         }
         chosen.dedup();
         assert_eq!(chosen, TILES.map(|t| t.gated(true)));

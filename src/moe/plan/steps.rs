@@ -1,6 +1,11 @@
 //! The parts of programs, as plain data: steps, places in memory, and what the GEMMs read and write.
 
-use crate::kernel::Launch;
+use crate::kernel::{AnyLaunch, Launch};
+use crate::params::{
+    CombineParams, ExpandScalesParams, GemmPairParams, GroupedGemmParams, QuantizeFp8Params, QuantizeRowsParams,
+    RoundNvfp4Params, RouteParams, RoutedLayerParams, ScheduleParams, TileRowsParams,
+};
+use crate::variants::signature::{Layer, MappedGemm, OrderedGemm, RoutedLayer, SelectAndSort};
 use crate::workspace::Range;
 
 /// Memory that a call is given or makes. Addresses in parameters are offsets into a buffer.
@@ -54,7 +59,7 @@ impl At {
     }
 }
 
-/// The work of a step. Each task has one kind of parameters, which `moe::parameters` makes.
+/// The work of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Task {
     /// Top-k alone. GPUs have no such step, because their routing kernels choose the experts.
@@ -98,12 +103,86 @@ impl Task {
     }
 }
 
-/// One step: a launch of a kernel on GPUs, a function of `crate::cpu` on CPUs.
+/// One step: a launch of a kernel on GPUs, a function of `crate::cpu` on CPUs, where the launch is None. The type of a step's launch names
+/// the parameters of its kernel, which `moe::parameters` makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
-    pub task: Task,
-    /// The launch on GPUs. None on CPUs.
-    pub launch: Option<Launch>,
+pub enum Step {
+    Select,
+    Route(Option<RouteLaunch>),
+    Schedule(Option<Launch<ScheduleParams>>),
+    DownSchedule(Launch<ScheduleParams>),
+    RoundX(Option<RoundLaunch>),
+    Gemm1(Option<GemmLaunch>),
+    RoundHidden(Option<RoundLaunch>),
+    Gemm2(Option<GemmLaunch>),
+    BothGemms(Launch<GemmPairParams>),
+    BothGemmsOfRows(Launch<GemmPairParams>),
+    Layer(Launch<Layer>),
+    RoutedLayer(RoutedLayerLaunch),
+    Combine(Option<Launch<CombineParams>>),
+}
+
+/// An enum of launches of one task, whose kernels take different parameters.
+macro_rules! launches {
+    ($(#[$doc:meta])* $name:ident { $($(#[$of:meta])* $form:ident($signature:ty),)* }) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub enum $name {
+            $($(#[$of])* $form(Launch<$signature>),)*
+        }
+
+        impl $name {
+            /// The launch without the types of its parameters.
+            pub fn any(self) -> AnyLaunch {
+                match self {
+                    $($name::$form(launch) => launch.any(),)*
+                }
+            }
+        }
+    };
+}
+
+launches! {
+    /// A launch of the routing.
+    RouteLaunch {
+        /// The kernel chooses the experts.
+        Select(SelectAndSort),
+        /// The experts were chosen before.
+        Sort(RouteParams),
+    }
+}
+
+launches! {
+    /// A launch that rounds activations.
+    RoundLaunch {
+        Fp8(QuantizeFp8Params),
+        /// The codes exist, and their scales are brought into order.
+        Fp8Scales(ExpandScalesParams),
+        Rows(QuantizeRowsParams),
+        /// The rows are those of a schedule.
+        TileRows(TileRowsParams),
+        Nvfp4(RoundNvfp4Params),
+    }
+}
+
+launches! {
+    /// A launch of one GEMM.
+    GemmLaunch {
+        Plain(GroupedGemmParams),
+        /// Weights are read through a tensor map.
+        Mapped(MappedGemm),
+        /// Weights and rows of x, which lie in the order of places, are read through tensor maps.
+        Ordered(OrderedGemm),
+    }
+}
+
+launches! {
+    /// A launch of a whole layer with the routing inside.
+    RoutedLayerLaunch {
+        Plain(RoutedLayerParams),
+        /// Weights are read through tensor maps.
+        Mapped(RoutedLayer),
+    }
 }
 
 /// A list of tiles, and the numbers by which an expert's rows are cut into tiles.
@@ -153,7 +232,37 @@ pub struct Order {
 }
 
 impl Step {
-    pub fn launch(task: Task, launch: Launch) -> Step {
-        Step { task, launch: Some(launch) }
+    pub fn task(&self) -> Task {
+        match self {
+            Step::Select => Task::Select,
+            Step::Route(_) => Task::Route,
+            Step::Schedule(_) => Task::Schedule,
+            Step::DownSchedule(_) => Task::DownSchedule,
+            Step::RoundX(_) => Task::RoundX,
+            Step::Gemm1(_) => Task::Gemm1,
+            Step::RoundHidden(_) => Task::RoundHidden,
+            Step::Gemm2(_) => Task::Gemm2,
+            Step::BothGemms(_) => Task::BothGemms,
+            Step::BothGemmsOfRows(_) => Task::BothGemmsOfRows,
+            Step::Layer(_) => Task::Layer,
+            Step::RoutedLayer(_) => Task::RoutedLayer,
+            Step::Combine(_) => Task::Combine,
+        }
+    }
+
+    /// The launch without the types of its parameters. None on CPUs.
+    pub fn launch(&self) -> Option<AnyLaunch> {
+        match *self {
+            Step::Select => None,
+            Step::Route(launch) => launch.map(RouteLaunch::any),
+            Step::Schedule(launch) => launch.map(Launch::any),
+            Step::RoundX(launch) | Step::RoundHidden(launch) => launch.map(RoundLaunch::any),
+            Step::Gemm1(launch) | Step::Gemm2(launch) => launch.map(GemmLaunch::any),
+            Step::DownSchedule(launch) => Some(launch.any()),
+            Step::BothGemms(launch) | Step::BothGemmsOfRows(launch) => Some(launch.any()),
+            Step::Layer(launch) => Some(launch.any()),
+            Step::RoutedLayer(launch) => Some(launch.any()),
+            Step::Combine(launch) => launch.map(Launch::any),
+        }
     }
 }

@@ -3,11 +3,11 @@
 use super::{max_tiles, units, GemmDesc};
 use crate::device::Device;
 use crate::kernel::Launch;
-use crate::variants::Variant;
+use crate::variants::Kernel;
 
-/// CTAs of a variant that are resident on the GPU at once.
-pub fn resident(variant: Variant, device: &Device) -> u32 {
-    device.multiprocessors * variant.ctas_per_multiprocessor()
+/// CTAs of a kernel that are resident on the GPU at once.
+pub fn resident<P>(kernel: Kernel<P>, device: &Device) -> u32 {
+    device.multiprocessors * kernel.ctas_per_multiprocessor()
 }
 
 /// Work units of `unit_rows` weight rows, if each expert has one tile. The schedule's tile was chosen for that.
@@ -17,7 +17,7 @@ pub fn likely_units(gemm: &GemmDesc, unit_rows: u32) -> u32 {
 
 /// The narrowest of `tiles` that takes so many tokens; the tiles are sorted by tokens. If two tiles have the same width, the first is for
 /// up to `few` work units of the second for each CTA of the second that fits.
-pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> Variant {
+pub fn narrowest<P>(tiles: &[Kernel<P>], few: u32, gemm: &GemmDesc, tokens: i32, device: &Device) -> Kernel<P> {
     let first = tiles.iter().position(|t| t.tokens >= tokens as u32).unwrap_or(tiles.len() - 1);
     let narrow = tiles[first];
     match tiles.get(first + 1) {
@@ -34,13 +34,13 @@ pub fn narrowest(tiles: &[Variant], few: u32, gemm: &GemmDesc, tokens: i32, devi
 
 /// The tile that `narrowest` finds in the first list. If K is whole stages of four blocks, it is the narrowest of the second list that
 /// takes so many tokens, unless that is wider.
-pub fn narrowest_by_k(
-    lists: (&[Variant], &[Variant]),
+pub fn narrowest_by_k<P>(
+    lists: (&[Kernel<P>], &[Kernel<P>]),
     few: u32,
     gemm: &GemmDesc,
     tokens: i32,
     device: &Device,
-) -> Variant {
+) -> Kernel<P> {
     let (tiles, fours) = lists;
     let tile = narrowest(tiles, few, gemm, tokens, device);
     let four = fours.iter().find(|four| four.tokens >= tokens as u32);
@@ -52,28 +52,28 @@ pub fn takes_fours(gemm: &GemmDesc) -> bool {
     gemm.k % 256 == 0
 }
 
-/// The launch of one or both GEMMs of a layer. Its CTAs take the variant's units, weight rows by a tile of the schedule, one after the
+/// The launch of one or both GEMMs of a layer. Its CTAs take the kernel's units, weight rows by a tile of the schedule, one after the
 /// other.
-pub fn launch(gemms: &[&GemmDesc], tile_tokens: i32, variant: Variant, device: &Device) -> Launch {
-    launch_units(gemms, tile_tokens, (variant, variant.unit_rows()), device)
+pub fn launch<P>(gemms: &[&GemmDesc], tile_tokens: i32, kernel: Kernel<P>, device: &Device) -> Launch<P> {
+    launch_units(gemms, tile_tokens, (kernel, kernel.unit_rows()), device)
 }
 
 /// The launch of one or both GEMMs of a layer. Its CTAs take units of `unit_rows` weight rows by a tile of the schedule.
-pub fn launch_units(
+pub fn launch_units<P>(
     gemms: &[&GemmDesc],
     tile_tokens: i32,
-    (variant, unit_rows): (Variant, u32),
+    (kernel, unit_rows): (Kernel<P>, u32),
     device: &Device,
-) -> Launch {
+) -> Launch<P> {
     let units_of = |gemm: &&GemmDesc| {
         units(max_tiles(gemm.slots, gemm.experts, tile_tokens) as u32, (gemm.rows as u32).div_ceil(unit_rows))
     };
     let units: u32 = gemms.iter().map(units_of).fold(0, u32::saturating_add);
     Launch {
-        variant,
-        grid: units.min(resident(variant, device)).max(1),
-        block: variant.threads(),
+        kernel,
+        grid: units.min(resident(kernel, device)).max(1),
+        block: kernel.threads(),
         cluster: 1,
-        shared_bytes: variant.shared_bytes().unwrap_or(0),
+        shared_bytes: kernel.shared_bytes().unwrap_or(0),
     }
 }

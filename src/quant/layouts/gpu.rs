@@ -49,7 +49,7 @@ pub fn launch(stream: &Stream<'_>, op: &str, conversion: &Conversion, input: *co
         held_rows: rows as u32,
         held_columns: columns as u32,
     };
-    let variant = quant::layout(scales, back);
-    let ctas = count * (rows / band_rows) * threads.div_ceil(variant.threads() as usize);
-    packed::launch(stream, op, variant, ctas as i64, &params)
+    let kernel = quant::layout(scales, back);
+    let ctas = count * (rows / band_rows) * threads.div_ceil(kernel.threads() as usize);
+    packed::launch(stream, op, kernel, ctas as i64, &params)
 }
