@@ -41,7 +41,7 @@ import client
 HERE = Path(__file__).parent
 READY = "The server is fired up and ready to roll!"
 VOCABULARY, LONGEST = 1024, 1800
-START_LIMIT, END_LIMIT = 150.0, 8.0
+END_LIMIT = 8.0
 OPTIONS = (
     "--attention-backend triton --sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.5 "
     "--max-total-tokens 131072 --chunked-prefill-size 512 --cuda-graph-max-bs-decode 64"
@@ -123,6 +123,7 @@ class Server:
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         self._start = time.monotonic()
         self.start_seconds: float | None = None
+        self.start_limit = arguments.start_limit
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -146,7 +147,7 @@ class Server:
             time.sleep(0.1)
 
     def ready(self, deadline: Deadline) -> None:
-        until = time.monotonic() + min(START_LIMIT, deadline.left())
+        until = time.monotonic() + min(self.start_limit, deadline.left())
         while self.start_seconds is None:
             if self.process.poll() is not None:
                 raise Problem(f"the server ended with {self.process.returncode}: {self._reason()}")
@@ -520,7 +521,7 @@ class Run:
 
     def _all_up(self, servers: list[Server]) -> None:
         """Waits until no server starts any more: a start would disturb what is timed."""
-        until = time.monotonic() + min(START_LIMIT, self.deadline.left())
+        until = time.monotonic() + min(self.arguments.start_limit, self.deadline.left())
         while time.monotonic() < until and any(
             server.start_seconds is None and server.process.poll() is None for server in servers
         ):
@@ -547,6 +548,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each load is timed")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--least", type=float, default=60.0, help="seconds without which no cell is begun")
+    parser.add_argument(
+        "--start-limit", type=float, default=150.0, help="seconds of a start; SGLang compiles Marlin's for minutes"
+    )
     parser.add_argument("--together", action="store_true", help="both servers of a cell are up, rounds alternate")
     parser.add_argument("--ahead", action="store_true", help="with --together: all cells' servers start at a time")
     parser.add_argument("--no-radix-cache", action="store_true", help="SGLang 0.5.23's needs torch 2.14")

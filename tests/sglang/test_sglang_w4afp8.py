@@ -57,15 +57,16 @@ def twos_complement(codes: Tensor) -> Tensor:
     return (low | high << 4).to(torch.uint8).view(torch.int8)
 
 
-def tensors(layer: Int4, input_scale: float = 0.03) -> Tensors:
+def tensors(layer: Int4, input_scale: float = 0.03, of_up: float = 2.0) -> Tensors:
+    """of_up: the scale of up's activations over that of gate's. SGLang's own loader refuses two that differ."""
+
     def of(w13: Tensor, w2: Tensor) -> Callable[[int, str], Tensor]:
         return lambda expert, shard: w2[expert] if shard == "w2" else w13[expert].chunk(2)[shard == "w3"]
 
     return {
         "weight": of(twos_complement(layer.w13), twos_complement(layer.w2)),
         "weight_scale_inv": of(layer.w13_scale, layer.w2_scale),
-        # Scales of gate and up differ.
-        "input_scale": lambda expert, shard: torch.tensor(input_scale * (1 + (shard == "w3"))).bfloat16(),
+        "input_scale": lambda expert, shard: torch.tensor(input_scale * (of_up if shard == "w3" else 1)).bfloat16(),
     }
 
 
@@ -174,7 +175,7 @@ def test_beside_sglangs_own_method(rng: torch.Generator) -> None:
         for of in ("w4afp8", w4afp8.W4AFp8Config):
             module = empty_layer(shape, CONFIG, "cuda", of=of, inplace=False)
             assert isinstance(module.quant_method, int4.OxmoeW4AFp8MoEMethod) == (of == "w4afp8")
-            load(module, tensors(layer))
+            load(module, tensors(layer, of_up=1))
             results.append(forward(module, x.clone(), topk).double())
     plain = [matrix.cuda().double() for matrix in layer.plain()]
     exact = reference.moe(x.double(), *plain, topk_weights=weights.double(), topk_ids=ids)
