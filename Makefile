@@ -100,10 +100,8 @@ lint-kept:
 rust-test: python-names ## Rust tests
 	$(CARGO) test
 
-python-test: install sglangs ## Python tests that need no GPU: the three kinds that follow, one after the other
-	$(MAKE) --no-print-directory old-sglang-test INSTALLED=1
-	$(MAKE) --no-print-directory server-test INSTALLED=1
-	$(MAKE) --no-print-directory core-test INSTALLED=1
+python-test: install sglangs ## Python tests that need no GPU: the three kinds that follow, one after the other, whatever fails
+	$(MAKE) --no-print-directory -k -j 1 old-sglang-test server-test core-test INSTALLED=1
 
 old-sglang-test: install sglangs ## SGLang's tests with its older releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)

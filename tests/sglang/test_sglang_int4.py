@@ -309,7 +309,7 @@ def test_linear_layers_without_bf16_kernels_are_refused_by_name(config: dict[str
         layer = ReplicatedLinear(64, 64, bias=False, quant_config=None, params_dtype=torch.bfloat16)
     prefix = "model.layers.0.{}.o_proj"
     assert type(ours.get_quant_method(layer, prefix.format("self_attn"))).__name__ == "UnquantizedLinearMethod"
-    with pytest.raises(NotImplementedError, match=rf"layers\.0\.mlp\.o_proj is a linear layer of {name.upper()}, for"):
+    with pytest.raises(NotImplementedError, match=rf"layers\.0\.mlp\.o_proj is a linear layer of {name.upper()}, which"):
         ours.get_quant_method(layer, prefix.format("mlp"))
 
 
