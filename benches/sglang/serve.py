@@ -8,7 +8,8 @@ It runs in SGLang's environment, on a machine with a GPU (without a GPU it runs 
 A cell is a kind of checkpoint (checkpoint.py: layers of a model's sizes with random weights) and a number of ranks. For
 each cell, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with
 chunked prefill, beside aborted ones, and after an update of the weights. With --together both servers are up and answer
-in turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. OUT gets
+in turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. With
+--ahead the servers of all cells start at a time, before the first cell is measured, which saves time. OUT gets
 serve.jsonl, a line for each server and each comparison as it comes, and the servers' logs. The status is not 0 if
 something is wrong; see `judge`.
 """
@@ -41,7 +42,7 @@ import client
 HERE = Path(__file__).parent
 READY = "The server is fired up and ready to roll!"
 VOCABULARY, LONGEST = 1024, 1800
-START_LIMIT, END_LIMIT = 150.0, 8.0
+END_LIMIT = 8.0
 OPTIONS = (
     "--attention-backend triton --sampling-backend pytorch --grammar-backend none --mem-fraction-static 0.5 "
     "--max-total-tokens 131072 --chunked-prefill-size 512 --cuda-graph-max-bs-decode 64"
@@ -49,12 +50,21 @@ OPTIONS = (
 NO_PREFILL_GRAPHS = "--cuda-graph-backend-prefill disabled"
 # A bf16 checkpoint gets oxmoe's quantization by name; other checkpoints get it by themselves.
 ON = {"qwen": ["--quantization", "oxmoe"]}
+# SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin does
+# not.
+OFF = {"gpt": ["--moe-runner-backend", "marlin"]}
 LABELS = {
     "gpt": "GPT-OSS-20B, MXFP4",
     "qwen": "Qwen3-30B-A3B, bf16",
     "qwen-fp8": "Qwen3-30B-A3B, fp8 blocks",
+    "qwen-int4": "Qwen3-30B-A3B, int4 of compressed-tensors",
+    "qwen-awq": "Qwen3-30B-A3B, AWQ",
+    "qwen-gptq": "Qwen3-30B-A3B, GPTQ",
+    "qwen-nvfp4": "Qwen3-30B-A3B, NVFP4 of ModelOpt",
     "deepseek-fp8": "DeepSeek-V3, fp8 blocks, a rank's part of eight",
 }
+# With --ahead a scheduler without requests would take a whole core from the servers that are measured.
+IDLE = ["--sleep-on-idle"]
 
 
 class Problem(Exception):
@@ -103,7 +113,8 @@ class Server:
         if cell.ranks > 1:
             self.options += ["--tp-size", str(cell.ranks)]
             self.options += ["--flashinfer-allreduce-fusion-backend", "auto"] if arguments.allreduce else []
-        self.options += ON.get(cell.kind, []) if mode == "on" else []
+        self.options += (ON if mode == "on" else OFF).get(cell.kind, [])
+        self.options += IDLE if arguments.ahead else []
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
         caches = checkpoint.parent / f"caches-{cell}-{mode}"
@@ -113,6 +124,7 @@ class Server:
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         self._start = time.monotonic()
         self.start_seconds: float | None = None
+        self.start_limit = arguments.start_limit
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 command,
@@ -136,7 +148,7 @@ class Server:
             time.sleep(0.1)
 
     def ready(self, deadline: Deadline) -> None:
-        until = time.monotonic() + min(START_LIMIT, deadline.left())
+        until = time.monotonic() + min(self.start_limit, deadline.left())
         while self.start_seconds is None:
             if self.process.poll() is not None:
                 raise Problem(f"the server ended with {self.process.returncode}: {self._reason()}")
@@ -371,6 +383,16 @@ def machine() -> dict[str, Any]:
     return found
 
 
+@dataclass
+class Begun:
+    """A cell whose checkpoints are made, and its servers."""
+
+    cell: Cell
+    work: Path
+    measurement: Measurement
+    servers: dict[str, Server] = field(default_factory=dict)
+
+
 class Run:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -386,23 +408,28 @@ class Run:
         with (self.arguments.out / "serve.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def cell(self, cell: Cell) -> None:
+    def begin(self, cell: Cell) -> Begun:
+        """Makes a cell's checkpoints, and starts its servers if both are to be up."""
         work = self.arguments.work / str(cell)
         work.mkdir(parents=True)
         start = time.monotonic()
         make_checkpoint(work / "model", cell.kind, self.arguments.layers)
         swapped(work / "model", work / "other")
         _say(f"{cell}: checkpoints after {time.monotonic() - start:.0f} s, {self.deadline.left():.0f} s left")
-        measurement = Measurement(self.load, self.arguments.requests, work / "other", self.deadline)
-        servers: dict[str, Server] = {}
+        begun = Begun(cell, work, Measurement(self.load, self.arguments.requests, work / "other", self.deadline))
+        if self.arguments.together:
+            for mode in ("off", "on"):
+                begun.servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
+        return begun
+
+    def cell(self, begun: Begun) -> None:
+        cell, work, measurement, servers = begun.cell, begun.work, begun.measurement, begun.servers
         of = {"cell": str(cell), "kind": cell.kind, "label": f"{LABELS[cell.kind]}, TP{cell.ranks}"}
         seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
         comparison = None
         try:
             if self.arguments.together:
                 # Both servers are up. Their rounds alternate, so that both see the same machine.
-                for mode in ("off", "on"):
-                    servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
                 self._each(servers, seen, lambda mode: servers[mode].ready(self.deadline))
                 self._each(servers, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
                 for _ in range(self.arguments.rounds):
@@ -445,7 +472,8 @@ class Run:
         """Measures what is not timed and writes the server's row; with oxmoe, also how its answers compare."""
         mine = seen[server.mode]
         mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
-        mine.row |= {"layers": self.arguments.layers, "started": "together" if self.arguments.together else "alone"}
+        started = "ahead" if self.arguments.ahead else "together" if self.arguments.together else "alone"
+        mine.row |= {"layers": self.arguments.layers, "started": started}
         mine.row["start_s"] = server.start_seconds
         comparison = None
         try:
@@ -475,16 +503,37 @@ class Run:
             mine.row["update_error"] = f"{type(error).__name__}: {error}"[:500]
 
     def all(self) -> None:
-        for cell in self.arguments.cells:
-            if self.deadline.left() < self.arguments.least:
-                self.wrong.append(f"{cell}: not begun, {self.deadline.left():.0f} s were left")
-                continue
-            try:
-                self.cell(cell)
-            except Exception as error:
-                traceback.print_exc()
-                self.wrong.append(f"{cell}: {type(error).__name__}: {error}")
+        begun: dict[Cell, Begun] = {}
+        try:
+            if self.arguments.ahead:
+                for cell in self.arguments.cells:
+                    self._guarded(cell, lambda cell=cell: begun.update({cell: self.begin(cell)}))
+                self._all_up([server for cell in begun.values() for server in cell.servers.values()])
+            for cell in self.arguments.cells:
+                if self.deadline.left() < self.arguments.least:
+                    self.wrong.append(f"{cell}: not begun, {self.deadline.left():.0f} s were left")
+                elif not self.arguments.ahead or cell in begun:
+                    self._guarded(cell, lambda cell=cell: self.cell(begun.get(cell) or self.begin(cell)))
+        finally:
+            for cell in begun.values():
+                for server in cell.servers.values():
+                    server.end()
         self.load.close()
+
+    def _all_up(self, servers: list[Server]) -> None:
+        """Waits until no server starts any more: a start would disturb what is timed."""
+        until = time.monotonic() + min(self.arguments.start_limit, self.deadline.left())
+        while time.monotonic() < until and any(
+            server.start_seconds is None and server.process.poll() is None for server in servers
+        ):
+            time.sleep(0.1)
+
+    def _guarded(self, cell: Cell, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:
+            traceback.print_exc()
+            self.wrong.append(f"{cell}: {type(error).__name__}: {error}")
 
 
 def _say(text: str) -> None:
@@ -500,7 +549,11 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="how often each load is timed")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--least", type=float, default=60.0, help="seconds without which no cell is begun")
+    parser.add_argument(
+        "--start-limit", type=float, default=150.0, help="seconds of a start; SGLang compiles Marlin's for minutes"
+    )
     parser.add_argument("--together", action="store_true", help="both servers of a cell are up, rounds alternate")
+    parser.add_argument("--ahead", action="store_true", help="with --together: all cells' servers start at a time")
     parser.add_argument("--no-radix-cache", action="store_true", help="SGLang 0.5.23's needs torch 2.14")
     parser.add_argument("--prefill-graphs", action="store_true", help="with CUDA graphs of the prefill")
     parser.add_argument(
@@ -512,6 +565,8 @@ def main() -> int:
         "--work", type=Path, help="where a folder for checkpoints and caches is made, which is removed at the end"
     )
     arguments = parser.parse_args()
+    if arguments.ahead and not arguments.together:
+        parser.error("--ahead needs --together")
     arguments.out = arguments.out.resolve()
     arguments.out.mkdir(parents=True, exist_ok=True)
     # SIGTERM ends the servers, too, and not only the client.

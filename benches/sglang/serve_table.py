@@ -104,7 +104,7 @@ def section(rows: list[dict[str, Any]], files: list[str]) -> str:
     speed, starts, tokens = _tables(rows)
     servers = [row for row in rows if row["mode"] != "compared"]
     layers = "/".join(str(count) for count in sorted({row["layers"] for row in servers}))
-    together = any(row["started"] == "together" for row in servers)
+    together = any(row["started"] in ("together", "ahead") for row in servers)
     beside = "\nBoth servers of a cell were started at a time, beside each other." if together else ""
     where = "\n".join(f"- {line}" for line in _where(rows))
     failed = [

@@ -82,10 +82,17 @@ MODES |= {"fp8": (FP8, "token"), "fp8-static": (FP8_STATIC, "static")}
 
 
 def empty_layer(
-    shape: Shape, config: dict[str, Any], device: str, prefix: str = PREFIX, *, of: str = "oxmoe", **options: Any
+    shape: Shape,
+    config: dict[str, Any],
+    device: str,
+    prefix: str = PREFIX,
+    *,
+    of: str | type[Any] = "oxmoe",
+    **options: Any,
 ) -> FusedMoE:
-    """Makes a layer without weights. of: the quantization whose checkpoint it is."""
-    quant_config = get_quantization_config(of).from_config(copy.deepcopy(config))
+    """Makes a layer without weights. of: the quantization whose checkpoint it is, or a class of SGLang's own."""
+    own = get_quantization_config(of) if isinstance(of, str) else of
+    quant_config = own.from_config(copy.deepcopy(config))
     with torch.device(device):
         return FusedMoE(
             num_experts=shape.experts,

@@ -34,8 +34,10 @@ IN_TORCH = "sqrtsoftplus" in inspect.getsource(sglang_topk.fused_topk_torch_nati
 
 
 @pytest.fixture
-def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes routers use torch: their kernels need a GPU."""
+def in_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes routers use torch on a CPU: their kernels need a GPU."""
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cuda":
+        return
     for name in ("SGLANG_OPT_USE_FUSED_HASH_TOPK", "SGLANG_OPT_USE_JIT_KERNEL_FUSED_TOPK"):
         monkeypatch.setenv(name, "0")
 
@@ -50,11 +52,11 @@ def true_topk(scores: Tensor, choice: Tensor, top_k: int) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("tokens", [1, 17])
 @pytest.mark.parametrize("hashed", [False, True], ids=["top-k", "hash"])
 @pytest.mark.usefixtures("in_torch")
-def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) -> None:
+def test_routers(device: str, hashed: bool, tokens: int, experts: int, rng: torch.Generator) -> None:
     """The routers are SGLang's: sqrt(softplus) with a bias for the choice, and the first layers' table of token ids."""
     shape = Shape("v4-routed", experts, 6, 128, 64)
-    blocks, x = drawn(shape, "cpu", rng), make_x(tokens, shape, torch.bfloat16, "cpu", rng)
-    logits, bias = torch.randn((tokens, experts), generator=rng), torch.randn(experts, generator=rng)
+    blocks, x = drawn(shape, device, rng), make_x(tokens, shape, torch.bfloat16, device, rng)
+    logits, bias = (torch.randn(size, generator=rng).to(device) for size in ((tokens, experts), (experts,)))
     scores = torch.nn.functional.softplus(logits.double()).sqrt()
     with server():
         module = layer_of(blocks)
@@ -64,10 +66,11 @@ def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) 
                 if "num_fused_shared_experts" not in HashTopK.__init__.__code__.co_varnames
                 else {"num_fused_shared_experts": 0}
             )
-            router = HashTopK(6, experts, vocab_size=512, **fused)
+            with torch.device(device):
+                router = HashTopK(6, experts, vocab_size=512, **fused)
             with torch.no_grad():
                 router.tid2eid.copy_(torch.rand((512, experts), generator=rng).topk(6).indices)
-            tokens_of = torch.randint(512, (tokens,), generator=rng)
+            tokens_of = torch.randint(512, (tokens,), generator=rng).to(device)
             topk = router(x, logits, tokens_of)
             ids = router.tid2eid[tokens_of].long()
             weights = scores.gather(1, ids)
@@ -85,7 +88,8 @@ def test_routers(hashed: bool, tokens: int, experts: int, rng: torch.Generator) 
                 is_fp4_experts=True,
             )
             with torch.compiler.set_stance("force_eager"):
-                topk = (router.forward_native if IN_TORCH else router.forward_cpu)(x, logits)
+                on_a_cpu = router.forward_native if IN_TORCH else router.forward_cpu
+                topk = (on_a_cpu if device == "cpu" else router.forward_cuda)(x, logits)
             weights, ids = true_topk(scores, scores + bias, 6)
         close(forward(module, x, topk), expected(blocks, x, weights, ids))
 

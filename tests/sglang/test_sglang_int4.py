@@ -17,7 +17,7 @@ from cases import Shape, make_routing
 from int4_cases import Int4, make
 from int4_checkpoints import KINDS, Kind, awq, gptq, pack_quantized, tensors
 from oxmoe import reference
-from oxmoe.testing import assert_close_ulp, same_bits
+from oxmoe.testing import assert_close_ulp, relative_norm, same_bits
 
 pytest.importorskip("sglang")
 
@@ -119,6 +119,42 @@ def test_packed_weights_are_in_memory_once(name: str, rng: torch.Generator) -> N
             result = forward(module, x, topk)
             assert same_bits(result, oxmoe.moe(x, layer.to("cuda").weights(), weights, ids))
     assert addresses[0] == addresses[1]
+
+
+def sglangs_own(method: str) -> type[Any]:
+    """Returns SGLang's configuration for Marlin, which oxmoe replaces in the table of quantizations."""
+    if method == "awq":
+        from sglang.srt.layers.quantization.awq import AWQMarlinConfig
+
+        return AWQMarlinConfig
+    if method == "gptq":
+        from sglang.srt.layers.quantization.gptq import GPTQMarlinConfig
+
+        return GPTQMarlinConfig
+    from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    return CompressedTensorsConfig
+
+
+@pytest.mark.gpu
+@only_cores
+@pytest.mark.parametrize("name", ["kimi", "static", "channel", "awq", "awq-64", "gptq", "gptq-rows"])
+def test_beside_sglangs_own_method(name: str, rng: torch.Generator) -> None:
+    """SGLang's own method lays the same checkpoint out for Marlin."""
+    pytest.importorskip("sgl_kernel")
+    kind, shape = KINDS[name], dataclasses.replace(SHAPE, hidden=256, intermediate=256)
+    # Marlin's ids are not -1, and its method reads the number of tokens from the logits.
+    weights, ids = (part.cuda() for part in make_routing("skewed", 33, shape.experts, shape.top_k, rng))
+    topk = StandardTopKOutput(weights, ids, torch.zeros((33, shape.experts), device="cuda"))
+    x = torch.randn((33, shape.hidden), generator=rng).bfloat16().cuda()
+    layer, results = drawn(kind, rng, shape), []
+    with server():
+        for of in ("oxmoe", sglangs_own(kind.config["quant_method"])):
+            module = empty_layer(shape, kind.config, "cuda", of=of, inplace=False)
+            assert isinstance(module.quant_method, int4.OxmoeInt4MoEMethod) == (of == "oxmoe")
+            load(module, tensors(layer, kind))
+            results.append(forward(module, x.clone(), topk))
+    assert relative_norm(results[0].double(), results[1].double()) < 1e-2
 
 
 # Checkpoints that oxmoe takes
@@ -273,7 +309,8 @@ def test_linear_layers_without_bf16_kernels_are_refused_by_name(config: dict[str
         layer = ReplicatedLinear(64, 64, bias=False, quant_config=None, params_dtype=torch.bfloat16)
     prefix = "model.layers.0.{}.o_proj"
     assert type(ours.get_quant_method(layer, prefix.format("self_attn"))).__name__ == "UnquantizedLinearMethod"
-    with pytest.raises(NotImplementedError, match=rf"layers\.0\.mlp\.o_proj is a linear layer of {name.upper()}, which"):
+    message = rf"layers\.0\.mlp\.o_proj is a linear layer of {name.upper()}, which"
+    with pytest.raises(NotImplementedError, match=message):
         ours.get_quant_method(layer, prefix.format("mlp"))
 
 

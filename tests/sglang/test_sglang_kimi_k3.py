@@ -68,20 +68,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def layer_of() -> Any:
+def layer_of(device: str) -> Any:
     """As KimiK3MoE makes it."""
-    return FusedMoE(
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        hidden_size=HIDDEN,
-        intermediate_size=INTERMEDIATE,
-        layer_id=1,
-        quant_config=mxfp4.Mxfp4Config(is_checkpoint_mxfp4_serialized=True),
-        params_dtype=torch.bfloat16,
-        activation="situ",
-        gate_up_interleaved=False,
-        **BOUNDS,
-    )
+    with torch.device(device):
+        return FusedMoE(
+            num_experts=EXPERTS,
+            top_k=TOP_K,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            layer_id=1,
+            quant_config=mxfp4.Mxfp4Config(is_checkpoint_mxfp4_serialized=True),
+            params_dtype=torch.bfloat16,
+            activation="situ",
+            gate_up_interleaved=False,
+            **BOUNDS,
+        )
 
 
 def load(module: Any, blocks: Blocks) -> None:
@@ -98,12 +99,12 @@ def load(module: Any, blocks: Blocks) -> None:
 
 @only_cores
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_experts_on_hopper(tokens: int, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> None:
-    blocks = Blocks(EXPERTS, HIDDEN, INTERMEDIATE, "cpu", rng, bias=False)
-    x = torch.randn((tokens, HIDDEN), generator=rng).bfloat16()
-    weights, ids = make_routing("uniform", tokens, EXPERTS, TOP_K, rng)
+def test_experts_on_hopper(device: str, tokens: int, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> None:
+    blocks = Blocks(EXPERTS, HIDDEN, INTERMEDIATE, device, rng, bias=False)
+    x = torch.randn((tokens, HIDDEN), generator=rng).bfloat16().to(device)
+    weights, ids = (part.to(device) for part in make_routing("uniform", tokens, EXPERTS, TOP_K, rng))
     with hopper(monkeypatch):
-        module = layer_of()
+        module = layer_of(device)
         assert type(module.quant_method) is mxfp4.Mxfp4MoEMethod
         layers.check_layer(module)
         load(module, blocks)

@@ -32,7 +32,7 @@ from test_sglang_fp8 import forward
 minimax_m3 = pytest.importorskip("sglang.srt.models.minimax_m3", reason="this SGLang has no MiniMax-M3")
 CHECKPOINT = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
 OF_NVFP4 = {**CHECKPOINT, "moe_quant_algo": "NVFP4", "moe_quant_format": "nvfp4-pack-quantized"}
-SHAPE = Shape("minimax-m3", 8, 2, 128, 96)
+SHAPE = Shape("minimax-m3", 8, 2, 128, 192)
 ALPHA, LIMIT = 1.702, 1.25  # the model has 7; here many numbers meet the bound
 NO_GROUP: dict[str, Any] = {} if NEW else {"tp_rank": 0, "tp_size": 1}
 
@@ -81,7 +81,7 @@ def settled() -> Iterator[None]:
         yield
 
 
-def block() -> Any:
+def block(device: str) -> Any:
     """SGLang's MoE block of the model, as the model makes it."""
     of_model = SimpleNamespace(
         num_local_experts=SHAPE.experts,
@@ -99,7 +99,8 @@ def block() -> Any:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        return minimax_m3.MiniMaxM3MoE(of_model, 3, config(), prefix="model.layers.3.block_sparse_moe")
+        with torch.device(device):
+            return minimax_m3.MiniMaxM3MoE(of_model, 3, config(), prefix="model.layers.3.block_sparse_moe")
     finally:
         torch.set_default_dtype(default)
 
@@ -125,7 +126,7 @@ def wanted(layer: Mxfp8, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
     """By the model's own formula on the dequantised weights, in fp64; gate and up are halves of w13."""
     w13 = numbers(layer.w13, layer.w13_scale)
     w2 = numbers(layer.w2, layer.w2_scale)
-    result = torch.zeros(x.shape, dtype=torch.float64)
+    result = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token in range(x.shape[0]):
         for weight, expert in zip(weights[token].double(), ids[token].tolist(), strict=True):
             gate, up = (w13[expert] @ x[token].double()).chunk(2)
@@ -136,17 +137,18 @@ def wanted(layer: Mxfp8, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 @only_cores
 @pytest.mark.parametrize("tokens", [1, 17])
-def test_experts(tokens: int, rng: torch.Generator) -> None:
-    layer, x = make_mxfp8(SHAPE, "cpu", rng), make_x(tokens, SHAPE, torch.bfloat16, "cpu", rng)
-    weights, ids = make_routing("uniform", tokens, SHAPE.experts, SHAPE.top_k, rng)
+def test_experts(device: str, tokens: int, rng: torch.Generator) -> None:
+    layer, x = make_mxfp8(SHAPE, device, rng), make_x(tokens, SHAPE, torch.bfloat16, device, rng)
+    weights, ids = (part.to(device) for part in make_routing("uniform", tokens, SHAPE.experts, SHAPE.top_k, rng))
     with server(), settled():
-        experts = block().experts
+        experts = block(device).experts
         assert type(experts.quant_method) is quantization.OxmoeMxfp8MoEMethod
         load(experts, layer)
         layers.check_layer(experts)
         result = forward(experts, x, StandardTopKOutput(weights, ids, None))
     held = experts.quant_method.weights
-    assert held.format == "mxfp8" and held.w13.data_ptr() == experts.w13_weight.data_ptr()
+    assert held.format == "mxfp8"
+    assert (held.w13 if device == "cpu" else held.w13_packed[0]).data_ptr() == experts.w13_weight.data_ptr()
     exact = wanted(layer, x, weights, ids)
     # Activations are rounded to e4m3 twice, each time by 4 of 100 parts. Other rows or bounds give other numbers.
     assert (result.double() - exact).norm() / exact.norm() < 0.12
@@ -154,17 +156,18 @@ def test_experts(tokens: int, rng: torch.Generator) -> None:
     assert same_bits(result, oxmoe.moe(x, layer.weights(**options), weights, ids))
 
 
-def projection(sizes: list[int], rng: torch.Generator) -> Any:
+def projection(sizes: list[int], rng: torch.Generator, device: str = "cpu") -> Any:
     """A linear layer of the attention: codes and scales of a checkpoint, through SGLang's loader."""
-    layer = theirs.MergedColumnParallelLinear(
-        128,
-        sizes,
-        bias=False,
-        quant_config=config(),
-        params_dtype=torch.bfloat16,
-        prefix="model.layers.3.p",
-        **NO_GROUP,
-    )
+    with torch.device(device):
+        layer = theirs.MergedColumnParallelLinear(
+            128,
+            sizes,
+            bias=False,
+            quant_config=config(),
+            params_dtype=torch.bfloat16,
+            prefix="model.layers.3.p",
+            **NO_GROUP,
+        )
     for shard, rows in enumerate(sizes):
         drawn = torch.randn((rows, 128), generator=rng).bfloat16()
         codes, scales = quantize.mxfp8(drawn, layout="linear")
@@ -175,14 +178,14 @@ def projection(sizes: list[int], rng: torch.Generator) -> Any:
 
 @pytest.mark.parametrize("backend", ["UNSUPPORTED", "DEEP_GEMM", "FLASHINFER_TRTLLM", "FLASHINFER_CUTLASS"])
 def test_the_projection_that_the_attention_joins(
-    backend: str, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
 ) -> None:
     """The model joins the parameters of two projections, and asks their method to prepare them. On Hopper SGLang then
     prepares them for DeepGEMM, or for what --fp8-gemm-backend names."""
     found = type(fp8.resolve_mxfp8_dense_gemm_backend())[backend]
     monkeypatch.setattr(fp8, "resolve_mxfp8_dense_gemm_backend", lambda: found)
     with server():
-        first, second = projection([64, 32], rng), projection([32, 32], rng)
+        first, second = projection([64, 32], rng, device), projection([32, 32], rng, device)
         method = first.quant_method
         assert method.oxmoe and method.use_mxfp8
         codes, scales = (
@@ -191,7 +194,7 @@ def test_the_projection_that_the_attention_joins(
         )
         weight = codes.view(torch.float8_e4m3fn)
         joined = minimax_m3._FusedQKVIndexProj(method, weight.clone(), scales.clone(), 128, [96, 64], torch.bfloat16)
-        x = torch.randn((5, 128), generator=rng).bfloat16()
+        x = torch.randn((5, 128), generator=rng).bfloat16().to(device)
         assert same_bits(joined(x), oxmoe.mxfp8_linear(x, weight, scales))
     assert {name for name, _ in joined.named_parameters()} == {"weight", "weight_scale_inv"}
 

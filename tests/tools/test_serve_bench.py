@@ -136,11 +136,9 @@ def test_the_section_says_what_did_not_run(serve: ModuleType) -> None:
     assert "`h100.jsonl`" in text
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_rounds_of_two_servers_alternate(
-    serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
-) -> None:
-    """With both servers up, rounds follow each other in turn; each load's numbers are those of all its rounds."""
+@pytest.fixture
+def timed(serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Puts stand-ins in the place of servers. Returns (port, number) of each load of one request at a time."""
     timed: list[tuple[int, int]] = []
 
     class Server:
@@ -149,6 +147,7 @@ def test_rounds_of_two_servers_alternate(
 
         def __init__(self, mode: str, *_: object) -> None:
             self.mode, self.port = mode, {"off": 1, "on": 2}[mode]
+            started.append(len(timed))
 
         ready = end = lambda self, *_: None
         log_numbers = dict
@@ -165,6 +164,7 @@ def test_rounds_of_two_servers_alternate(
 
         def close(self) -> None: ...
 
+    started: list[int] = []
     monkeypatch.setattr(serve, "Server", Server)
     folders: list[tuple[Path, int]] = []
 
@@ -172,12 +172,23 @@ def test_rounds_of_two_servers_alternate(
         folders.append((folder, folder.parents[1].stat().st_mode & 0o777))
 
     monkeypatch.setattr(serve, "make_checkpoint", checkpoint)
+    monkeypatch.setattr(serve, "started", started, raising=False)
+    monkeypatch.setattr(serve, "folders", folders, raising=False)
     monkeypatch.setattr(serve, "swapped", lambda *_: None)
     monkeypatch.setattr(client, "Load", Load)
     monkeypatch.setattr(client, "chat", lambda port: {})
     monkeypatch.setattr(client, "logprobs", lambda port, prompts: [[-1.0] for _ in prompts])
     monkeypatch.setattr(client, "aborted", lambda port, prompt: {})
     monkeypatch.setattr(client, "post", lambda *_: {"success": True})
+    return timed
+
+
+@pytest.mark.parametrize("how", ["together", "alone"])
+def test_rounds_of_two_servers_alternate(
+    serve: ModuleType, timed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: str
+) -> None:
+    """With both servers up, rounds follow each other in turn; each load's numbers are those of all its rounds."""
+    together = how == "together"
     arguments = [
         "serve.py",
         str(tmp_path / "out"),
@@ -195,7 +206,7 @@ def test_rounds_of_two_servers_alternate(
     # The answers of these servers do not change with their weights, which is wrong.
     assert serve.main() == 1
     # The checkpoints' folder was new and nobody else's, and it is gone.
-    (made, mode), *others = folders
+    (made, mode), *others = serve.folders
     assert others == [] and made.parents[2] == tmp_path / "work" and mode == 0o700
     assert os.listdir(tmp_path / "work") == ["kept"]
     assert [port for port, _ in timed] == ([1, 2, 1, 2, 1, 2] if together else [1, 1, 1, 2, 2, 2])
@@ -210,3 +221,17 @@ def test_rounds_of_two_servers_alternate(
         assert load["seconds"] == sum(seconds) and load["requests"] == 3 * 12
         assert load["tokens_per_s_of_rounds"] == [tokens / value for value in seconds]
         assert rows[mode]["started"] == ("together" if together else "alone")
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_servers_of_all_cells_start_before_the_first_is_measured(
+    serve: ModuleType, timed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+) -> None:
+    arguments = ["serve.py", str(tmp_path / "out"), "--cells", "qwen-awq", "gpt", "--rounds", "1", "--together"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--work", str(tmp_path / "work"), *["--ahead"] * ahead])
+    assert serve.main() == 1
+    # So many loads with one request at a time were timed when each of the four servers started.
+    assert serve.started == ([0, 0, 0, 0] if ahead else [0, 0, 2, 2])
+    rows = list(map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines()))
+    assert [row["cell"] for row in rows] == ["qwen-awq-tp1"] * 3 + ["gpt-tp1"] * 3
+    assert {row["started"] for row in rows if row["mode"] != "compared"} == {"ahead" if ahead else "together"}
