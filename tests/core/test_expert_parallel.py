@@ -44,6 +44,13 @@ def four() -> Iterator[Crew]:
     crew.close()
 
 
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Crew]:
+    crew = Crew(1, gpus=True)
+    yield crew
+    crew.close()
+
+
 @pytest.fixture(scope="module", params=WORLDS)
 def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
     crew = Crew(request.param, gpus=True)
@@ -279,7 +286,7 @@ class Layer:
         """Computes the results whose bits are known with the whole layer on this rank's device."""
         sent = self.sent(x)
         if layout == "tokens":
-            options = {"x_scale": sent[1]} if len(sent) > 1 else {}
+            options: dict[str, Any] = {"x_scale": sent[1]} if len(sent) > 1 else {}
             owners = [torch.where(ids // self.local == rank, ids, -1) for rank in range(self.across.world)]
             return torch.stack([oxmoe.moe(sent[0], self.whole, weights, own, **options) for own in owners])
         each, *scale = (part.repeat_interleave(ids.shape[1], 0) for part in sent)
@@ -346,6 +353,15 @@ def replayed(me: Rank, format: str, layout: str, seed: int, replays: int) -> lis
 @pytest.mark.parametrize("format", FORMATS)
 def test_ranks_on_cpus(four: Crew, format: str, layout: str, rng: torch.Generator) -> None:
     assert four.run(dispatched, format, layout, seed_of(rng), "cpu") == [[]] * 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_one_rank_on_a_gpu(alone: Crew, format: str, layout: str, rng: torch.Generator) -> None:
+    """A rank that sends to itself has the same layouts and graphs, with one GPU."""
+    assert alone.run(dispatched, format, layout, seed_of(rng), "cuda", patience=120) == [[]]
+    assert alone.run(replayed, format, layout, seed_of(rng), 20, patience=120) == [[]]
 
 
 @pytest.mark.multi_gpu

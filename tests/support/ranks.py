@@ -50,7 +50,8 @@ class Rank:
 
     def nccl(self) -> dist.ProcessGroup:
         """Returns a group of all ranks for tensors on GPUs. All ranks make it together."""
-        self._nccl = self._nccl or dist.new_group(backend="nccl")
+        if self._nccl is None:
+            self._nccl = dist.new_group(backend="nccl")
         return self._nccl
 
 
