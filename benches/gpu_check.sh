@@ -6,7 +6,7 @@
 #   layers    times of routed fp8 layers, also on the kernels for any GPU
 #   rows      times of rows in expert order
 #   dense     times of dense MXFP8 and of NVFP4's quantiser
-#   multi     tests and times between all GPUs (NVLink multicast stays off)
+#   multi     tests, times and reliability between all GPUs (NVLink multicast stays off)
 #
 # Default: tests sanitize layers rows dense. OUT gets a log for each step, JSON lines and summary.txt. Environment: LIMIT, seconds a step
 # (600);
@@ -65,8 +65,11 @@ for part; do
         step quantise "$python" benches/nvfp4_quantize.py
         ;;
     multi)
+        gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
         step multi "${pytest[@]}" -m multi_gpu
-        step allreduce "$python" -m oxmoe bench --allreduce "$("$python" -c 'import torch; print(torch.cuda.device_count())')" --json "$out/allreduce.jsonl"
+        step allreduce "$python" -m oxmoe bench --allreduce "$gpus" --json "$out/allreduce.jsonl"
+        step reliability "$python" benches/reliability.py allreduce replays cycles killed --ranks "$gpus" --limit $((${LIMIT:-600} / 4)) \
+            --json "$out/reliability.jsonl" --run multi
         ;;
     *)
         echo "unknown part $part" >&2

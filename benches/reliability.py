@@ -11,8 +11,8 @@ neither right nor skipped.
 - oom: device memory ends in the middle of a capture.
 - processes: two processes share a GPU.
 - mps: two clients of MPS share a GPU, one with a quarter of it.
-- allreduce: random all-reduce calls of two ranks.
-- replays: replays of graphs with layers and all-reduces of two ranks.
+- allreduce: random all-reduce calls of two ranks, or of `--ranks`.
+- replays: replays of graphs with layers and all-reduces of these ranks.
 - cycles: all-reduce workspaces that are made and destroyed.
 - killed: a rank is killed before each step of the all-reduce's protocol.
 
@@ -51,10 +51,10 @@ DEFAULTS: dict[str, tuple[Row, Row]] = {
     "oom": ({"rounds": 20}, {"rounds": 20}),
     "processes": ({"seconds": 10.0}, {"seconds": 10.0}),
     "mps": ({"seconds": 10.0}, {"seconds": 10.0}),
-    "allreduce": ({"calls": 1_000_000}, {"calls": 5_000}),
-    "replays": ({"replays": 100_000}, {"replays": 100_000}),
-    "cycles": ({"count": 500}, {"count": 200}),
-    "killed": ({"beside": 6, "victims": [0, 1]}, {"beside": 1, "victims": [0, 1]}),
+    "allreduce": ({"calls": 1_000_000, "ranks": 2}, {"calls": 5_000, "ranks": 2}),
+    "replays": ({"replays": 100_000, "ranks": 2}, {"replays": 100_000, "ranks": 2}),
+    "cycles": ({"count": 500, "ranks": 2}, {"count": 200, "ranks": 2}),
+    "killed": ({"beside": 6, "victims": [0, 1], "ranks": 2}, {"beside": 1, "victims": [0, 1], "ranks": 2}),
 }
 LIMITED = ("processes", "mps", "allreduce", "replays", "cycles")  # scenarios whose own processes have a limit, too
 RIGHT = ("right", "skipped")
@@ -88,7 +88,9 @@ def inside(scenario: str, options: Row) -> int:
 def options_of(scenario: str, args: argparse.Namespace) -> Row:
     """Returns the scenario's options: the defaults of the device, replaced by those that the user gave."""
     options = dict(DEFAULTS[scenario][args.device == "cpu"])
-    given = {name: getattr(args, name) for name in ("seconds", "calls", "replays", "count", "rounds", "beside")}
+    given = {
+        name: getattr(args, name) for name in ("seconds", "calls", "replays", "count", "rounds", "beside", "ranks")
+    }
     options |= {name: value for name, value in given.items() if value is not None and name in options}
     if scenario != "cycles":
         options["seed"] = args.seed
@@ -121,6 +123,7 @@ def _counted(row: Row) -> str:
             ("rounds", "rounds"),
             ("workspaces", "workspaces"),
             ("kills", "kills"),
+            ("ranks", "ranks"),
             ("processes", "processes"),
             ("formats", "formats"),
             ("inputs", "inputs"),
@@ -156,22 +159,23 @@ def table(rows: list[Row]) -> str:
 
 
 def endings(rows: list[Row]) -> str:
-    """Returns a table of how the other rank ended when one was killed, from the rows that have killed some."""
-    lines = ["| where | the other rank's end | before which step a rank was killed |", "|---|---|---|"]
+    """Returns a table of how the other ranks ended when one was killed, from the rows that have killed some."""
+    lines = ["| where | another rank's end | before which step a rank was killed |", "|---|---|---|"]
     for row in rows:
         for end, steps in row.get("ended", {}).items():
             where = row.get("gpu") or f"CPU ({row.get('cpu')})"
+            where += f", {row['ranks']} ranks" if row.get("ranks", 2) > 2 else ""
             lines.append(f"| {where} | {end} | {'; '.join(steps)} |")
     return "\n".join(lines)
 
 
 def read_rows(files: list[str]) -> list[Row]:
-    """Returns the rows of these files; for each scenario, device and card only the last one."""
+    """Returns the rows of these files; for each scenario, device, card and number of ranks only the last one."""
     latest: dict[tuple[Any, ...], Row] = {}
     for file in files:
         for line in Path(file).read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
-            latest.pop(key := (row["scenario"], row["device"], row.get("gpu")), None)
+            latest.pop(key := (row["scenario"], row["device"], row.get("gpu"), row.get("ranks", 2)), None)
             latest[key] = row
     return list(latest.values())
 
@@ -189,9 +193,10 @@ def parser() -> Parser:
         ("replays", "replays and updates"),
         ("count", "workspaces and cycles"),
         ("rounds", "oom"),
-        ("beside", "killed: pairs of ranks at a time"),
+        ("beside", "killed: groups of ranks at a time"),
     ):
         made.add_argument(f"--{name}", type=whole(1, 1 << 40), help=f"of {of}")
+    made.add_argument("--ranks", type=whole(2, 8), help="of allreduce, replays, cycles and killed (default 2)")
     made.add_argument("--seed", type=whole(0, 2**31 - 1), help="of everything random (default: a new one)")
     made.add_argument("--json", metavar="FILE", help="append the rows to this file")
     made.add_argument("--run", type=a_name, metavar="NAME", help="name of the rows of --json")

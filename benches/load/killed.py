@@ -1,8 +1,8 @@
 """A scenario of benches/reliability.py: a rank is killed before each step of the all-reduce's host protocol.
 
 The steps are the calls of the functions that exchange something with a peer, or that use the shared memory. A run
-without a kill lists them. Each of the other runs kills one rank right before one of these steps. The other rank must
-end in time, and what it was given without an error must be right.
+without a kill lists them. Each of the other runs kills one rank right before one of these steps. The other ranks must
+end in time, and what they were given without an error must be right.
 """
 
 from __future__ import annotations
@@ -162,11 +162,12 @@ def _life(me: Rank, victim: int, fatal: str | None) -> Row:
     return {"names": steps.names, "ended": ended, "wrong": wrong, "results": results, "seconds": seconds}
 
 
-def _one(device: str, victim: int, fatal: str | None) -> list[Row]:
-    group, end = Group(_life, 2, device, victim, fatal), time.monotonic() + PATIENCE_S
+def _one(device: str, victim: int, fatal: str | None, ranks: int = 2) -> list[Row]:
+    """Returns the rows of the ranks that were not killed."""
+    group, end = Group(_life, ranks, device, victim, fatal), time.monotonic() + PATIENCE_S
     try:
         rows = []
-        for rank in range(2):
+        for rank in range(ranks):
             if fatal is not None and rank == victim:
                 group.processes[rank].join(max(end - time.monotonic(), 0.0))
                 if group.processes[rank].exitcode != -signal.SIGKILL:
@@ -180,43 +181,42 @@ def _one(device: str, victim: int, fatal: str | None) -> list[Row]:
         group.close()
 
 
-def killed(device: str, beside: int, victims: list[int], seed: int = 0) -> Row:
-    """Kills ranks before each step. beside: this many pairs of ranks run at a time. victims: the ranks that are killed
+def killed(device: str, beside: int, victims: list[int], seed: int = 0, ranks: int = 2) -> Row:
+    """Kills ranks before each step. beside: this many groups of ranks run at a time. victims: the ranks that are killed
     in turn."""
     if device == "cuda":
-        need_gpu(device, 2)
-    whole = _one(device, 0, None)
-    if [row["ended"] for row in whole] != ["without an error"] * 2 or any(row["wrong"] for row in whole):
+        need_gpu(device, ranks)
+    whole = _one(device, 0, None, ranks)
+    if [row["ended"] for row in whole] != ["without an error"] * ranks or any(row["wrong"] for row in whole):
         raise Failed(f"without a kill: {whole}")
     plan = []
     for victim in victims:
-        names = _one(device, victim, None)[victim]["names"]
+        names = _one(device, victim, None, ranks)[victim]["names"]
         plan += [(victim, name) for name in names]
 
-    def run(case: tuple[int, str]) -> Row:
-        (row,) = _one(device, *case)
-        return row
+    def run(case: tuple[int, str]) -> list[Row]:
+        return _one(device, *case, ranks)
 
     with ThreadPoolExecutor(beside) as pool:
-        rows = list(pool.map(run, plan))
+        survivors = list(pool.map(run, plan))
     ended: dict[str, dict[str, int]] = {}
-    for (_, name), row in zip(plan, rows, strict=True):
-        found = ended.setdefault(row["ended"], {})
-        found[name] = found.get(name, 0) + 1
-    # Before the end of the last call no rank is done: the other rank's error must say that its peer is gone.
-    silent = [
-        f"rank {victim} before {name}"
-        for (victim, name), row in zip(plan, rows, strict=True)
-        if row["ended"] == "without an error" and not name.startswith("end")
-    ]
+    silent = []
+    for (victim, name), rows in zip(plan, survivors, strict=True):
+        for row in rows:
+            found = ended.setdefault(row["ended"], {})
+            found[name] = found.get(name, 0) + 1
+        # Before the end of the last call no rank is done: each other rank's error must say that a peer is gone.
+        if not name.startswith("end") and any(row["ended"] == "without an error" for row in rows):
+            silent.append(f"rank {victim} before {name}")
     if silent:
-        raise Failed(f"the other rank had no error where these were killed: {', '.join(silent)}")
+        raise Failed(f"another rank had no error where these were killed: {', '.join(silent)}")
+    every = [row for rows in survivors for row in rows]
     return {
-        "wrong": sum(row["wrong"] for row in rows),
+        "wrong": sum(row["wrong"] for row in every),
         "kills": len(plan),
         "steps": len({name for _, name in plan}),
-        "results": sum(row["results"] for row in rows),
-        "slowest_s": round(max(row["seconds"] for row in rows), 2),
+        "results": sum(row["results"] for row in every),
+        "slowest_s": round(max(row["seconds"] for row in every), 2),
         "ended": {how: list(steps) for how, steps in ended.items()},
     }
 

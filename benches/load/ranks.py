@@ -218,13 +218,13 @@ def _of_all(rows: list[Row], **fields: Any) -> Row:
     return {**rows[0], "wrong": sum(row["wrong"] for row in rows), "ranks": len(rows), **fields}
 
 
-def allreduce(device: str, calls: int, seed: int, limit_s: float) -> Row:
+def allreduce(device: str, calls: int, seed: int, limit_s: float, ranks: int = 2) -> Row:
     """Makes calls of random shapes, patterns and kernels in a row, and waits for none. Every output is compared with
     the CPU backend's bits."""
     kinds = 256 if device == "cuda" else 32
     if device == "cuda":
-        need_gpu(device, 2)
-    rows = on_every_rank(_random_calls, device, limit_s, calls, kinds, seed)
+        need_gpu(device, ranks)
+    rows = on_every_rank(_random_calls, device, limit_s, calls, kinds, seed, world=ranks)
     return _of_all(rows, calls=calls, kinds=kinds, patterns=len(PATTERNS))
 
 
@@ -232,7 +232,7 @@ def allreduce(device: str, calls: int, seed: int, limit_s: float) -> Row:
 
 
 def _replays(me: Rank, replays: int, seed: int) -> Row:
-    """Replays layers of two ranks, with an all-reduce, residual and norm after each layer."""
+    """Replays layers of all ranks, with an all-reduce, residual and norm after each layer."""
     rng, shape, depth, variants = random.Random(seed), Shape(16, 4, 1024, 256), 2, 16
     torch.manual_seed(seed + me.rank)
     weights = [Oxmoe(shape, layers.weights_of(name, shape, "cuda", 1)).experts[0] for name in ("bf16", "fp8_block")]
@@ -294,12 +294,12 @@ def _replays(me: Rank, replays: int, seed: int) -> Row:
     return {"wrong": wrong.read(), "bits": bits, "replays_s": round(seconds, 1), "graphs": len(graphs), **fields}
 
 
-def replays(device: str, replays: int, seed: int, limit_s: float) -> Row:
+def replays(device: str, replays: int, seed: int, limit_s: float, ranks: int = 2) -> Row:
     """Replays random graphs of MoE layers and all-reduces, with another input and routing in each replay."""
-    need_gpu(device, 2)
+    need_gpu(device, ranks)
     if replays < 1000:
         raise Failed(f"--replays: expected at least 1000, got {replays}")
-    rows = on_every_rank(_replays, device, limit_s, replays, seed)
+    rows = on_every_rank(_replays, device, limit_s, replays, seed, world=ranks)
     if len({row["bits"] for row in rows}) > 1:
         raise Failed("the ranks' results differ")
     return _of_all(rows, replays=replays)
@@ -329,11 +329,11 @@ def _cycles(me: Rank, count: int) -> Row:
     return {"wrong": wrong.read(), **memory.fields()}
 
 
-def cycles(device: str, count: int, limit_s: float) -> Row:
+def cycles(device: str, count: int, limit_s: float, ranks: int = 2) -> Row:
     """Makes all-reduce workspaces, uses each once and destroys it. Memory, descriptors and threads stay."""
     if device == "cuda":
-        need_gpu(device, 2)
-    rows = on_every_rank(_cycles, device, limit_s, count)
+        need_gpu(device, ranks)
+    rows = on_every_rank(_cycles, device, limit_s, count, world=ranks)
     return _of_all(rows, workspaces=count, calls=count)
 
 

@@ -18,6 +18,7 @@ import oxmoe
 import oxmoe._oxmoe as extension
 from oxmoe import AllReduceFusionPattern as Pattern
 from oxmoe.allreduce.fusion import _Operands
+from oxmoe.tools.bench.allreduce_peers import WITHOUT_MULTICAST
 
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 
@@ -42,8 +43,16 @@ class Rank:
         groups = [dist.new_group([first, first + 1]) for first in range(0, world - 1, 2)]
         self.pair = groups[min(rank // 2, len(groups) - 1)] if groups else self.all
 
+        self._nccl: dist.ProcessGroup | None = None
+
     def group(self, size: int) -> dist.ProcessGroup:
         return self.all if size == self.world else self.pair
+
+    def nccl(self) -> dist.ProcessGroup:
+        """Returns a group of all ranks for tensors on GPUs. All ranks make it together."""
+        if self._nccl is None:
+            self._nccl = dist.new_group(backend="nccl")
+        return self._nccl
 
 
 def _work(connection: Any, rank: int, world: int, port: int, gpus: bool) -> None:
@@ -52,6 +61,7 @@ def _work(connection: Any, rank: int, world: int, port: int, gpus: bool) -> None
     # gloo uses the loopback interface, whatever the machine's name resolves to.
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ |= WITHOUT_MULTICAST
     me = Rank(rank, world, port)
     if gpus:
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from oxmoe import __main__, quantize
-from oxmoe.tools.bench import deep_gemm, layers, masked, timing
+from oxmoe.tools.bench import allreduce_peers, deep_gemm, layers, masked, timing
 from oxmoe.tools.bench.deep_gemm import DeepGemm
 from oxmoe.tools.bench.flashinfer_cutlass import FlashinferFp8
 from oxmoe.tools.bench.peers import SglangTriton
@@ -289,3 +289,25 @@ def test_scales_that_sglang_is_handed(format_name: str) -> None:
         assert shapes == {"w1_scale": (6,), "w2_scale": (6,)}
     else:
         assert shapes == {"w1_scale": (6,), "w2_scale": (6,), "a1_scale": (1,), "a2_scale": (1,)}
+
+
+def test_a_norm_that_does_not_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A package may have a norm that it cannot compile here. The all-reduces without a norm get the next one's."""
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("Ninja build failed")
+
+    calls: list[Tensor] = []
+    for name, norm in (("sgl_kernel", broken), ("flashinfer", lambda total, *_: calls.append(total))):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(fused_add_rmsnorm=norm))
+    allreduce_peers._fused_norm.cache_clear()
+    label, norm = allreduce_peers._fused_norm("cpu")
+    assert label == "flashinfer norm" and len(calls) == 1
+    assert "skipped sgl_kernel's norm: RuntimeError: Ninja build failed" in capsys.readouterr().out
+    total = torch.ones(2, 64, dtype=torch.bfloat16)
+    norm(total, total, total[0], total, total)
+    assert calls[-1] is total
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    allreduce_peers._fused_norm.cache_clear()
+    assert allreduce_peers._fused_norm("cpu")[0] == "torch norm"
+    allreduce_peers._fused_norm.cache_clear()

@@ -226,8 +226,8 @@ def test_workspaces(capsys: pytest.CaptureFixture[str]) -> None:
 def test_ranks() -> None:
     row = common.inner("allreduce", {"device": "cpu", "calls": 120, "seed": 1, "limit_s": 100}, 110, apart=True)
     assert (row["outcome"], row["wrong"], row.get("ranks")) == ("right", 0, 2), row
-    row = common.inner("cycles", {"device": "cpu", "count": 4, "limit_s": 100}, 110, apart=True)
-    assert (row["outcome"], row["wrong"], row.get("workspaces")) == ("right", 0, 4), row
+    row = common.inner("cycles", {"device": "cpu", "count": 4, "limit_s": 100, "ranks": 4}, 110, apart=True)
+    assert (row["outcome"], row["wrong"], row.get("workspaces"), row.get("ranks")) == ("right", 0, 4, 4), row
 
 
 def test_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,6 +236,8 @@ def test_a_killed_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["ended"] == "TimeoutError in call 1, the peer waits" and (row["wrong"], row["results"]) == (0, 1)
     with pytest.raises(common.Failed, match="rank 0 was to be killed, and ended with 0"):
         killed._one("cpu", 0, "a step that there is not")
+    rows = killed._one("cpu", 2, "call 1, the peer waits: post", 4)
+    assert [row["ended"] for row in rows] == ["TimeoutError in call 1, the peer waits"] * 3
 
 
 def test_every_format_is_drawn() -> None:
@@ -261,17 +263,23 @@ def test_tables() -> None:
     second = {**where, "scenario": "killed", "outcome": "failed", "reason": "rank 1 hangs", "took_s": 5}
     third = {**where, "device": "cpu", "gpu": None, "cpu": "avx2", "scenario": "killed", "outcome": "wrong", "wrong": 3}
     third |= {"kills": 2, "ended": {"TimeoutError in call 0": ["making: post", "call 0: post"]}}
-    lines = reliability.table([first, second, third]).splitlines()
+    fourth = {**third, "ranks": 4, "ended": {"RuntimeError in end": ["end: post"]}}
+    lines = reliability.table([first, second, third, fourth]).splitlines()
     shown = ["soak", "NVIDIA H200", "12,345 calls, 13 formats", "0", "+2.0 MiB host, +0 bytes device", "61.0"]
     assert lines[2] == f"| {' | '.join(shown)} | 94c7303, 2026-11-27 |"
     assert "| failed: rank 1 hangs |" in lines[3] and "| CPU (avx2) | 2 kills | 3 |" in lines[4]
-    ends = reliability.endings([first, second, third]).splitlines()[2:]
-    assert ends == ["| CPU (avx2) | TimeoutError in call 0 | making: post; call 0: post |"]
+    assert "| 2 kills, 4 ranks |" in lines[5]
+    ends = reliability.endings([first, second, third, fourth]).splitlines()[2:]
+    assert ends == [
+        "| CPU (avx2) | TimeoutError in call 0 | making: post; call 0: post |",
+        "| CPU (avx2), 4 ranks | RuntimeError in end | end: post |",
+    ]
 
 
 def test_the_last_row_of_a_scenario_counts(tmp_path: Path) -> None:
     rows = [{"scenario": "soak", "device": "cpu", "gpu": None, "calls": calls} for calls in (1, 2)]
     rows.append({"scenario": "soak", "device": "cuda", "gpu": "NVIDIA H200", "calls": 3})
+    rows.append({"scenario": "soak", "device": "cpu", "gpu": None, "calls": 4, "ranks": 4})
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [row["calls"] for row in reliability.read_rows([str(file)])] == [2, 3]
+    assert [row["calls"] for row in reliability.read_rows([str(file)])] == [2, 3, 4]

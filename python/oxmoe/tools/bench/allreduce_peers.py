@@ -3,6 +3,7 @@ multicast."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -27,13 +28,19 @@ def _torch_norm(total: Tensor, residual: Tensor, gamma: Tensor, residual_out: Te
     norm_out.copy_(torch.nn.functional.rms_norm(residual_out, (gamma.numel(),), gamma, 1e-6))
 
 
-def _fused_norm() -> tuple[str, Norm]:
-    """Returns the fused residual add and RMSNorm of a package that has one, or torch's. A package's norm works in
-    place."""
+@functools.cache
+def _fused_norm(device: str = "cuda") -> tuple[str, Norm]:
+    """Returns the fused residual add and RMSNorm of a package whose norm runs here, or torch's. A package's norm works
+    in place."""
     for package in ("sgl_kernel", "flashinfer"):
         try:
             fused = import_module(package).fused_add_rmsnorm
-        except (ImportError, AttributeError):
+            row = torch.ones(1, 1024, dtype=torch.bfloat16, device=device)
+            # The first call can fail: flashinfer compiles its norm then, and sgl_kernel calls flashinfer's if it can.
+            fused(row, row.clone(), row[0].clone(), 1e-6)
+        except Exception as error:  # a package is foreign code: whatever it raises is a reason to take the next one
+            if not isinstance(error, ImportError) and (not dist.is_initialized() or dist.get_rank() == 0):
+                print(f"skipped {package}'s norm: {type(error).__name__}: {str(error)[:200]}")
             continue
 
         def norm(
