@@ -85,8 +85,11 @@ def test_layers(acts: str, tokens: int, device: str, rng: torch.Generator) -> No
         assert same_bits(oxmoe.moe(x, plain, gates, ids), result)
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 65])
-def test_a_models_layer(tokens: int, device: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("device", "tokens"),
+    [("cpu", 3), *(pytest.param("cuda", tokens, marks=pytest.mark.gpu) for tokens in (1, 7, 65))],
+)
+def test_a_models_layer(device: str, tokens: int, rng: torch.Generator) -> None:
     made = draw(QWEN, device, rng)
     x, gates, ids = operands(QWEN, tokens, device, rng)
     weights = oxmoe.prepare_cutlass_fused_moe(**made.arguments())

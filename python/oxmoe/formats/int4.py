@@ -167,7 +167,7 @@ def interleave_sm90(codes: Tensor, scales: Tensor, *, flashinfer: str = "0.7") -
     """Inverts from_sm90: (weights, scales) as flashinfer 0.7 or 0.6 has them, of codes uint8 [..., N, K / 2] with the
     zero point 8 and bf16 scales [..., N, K / 128]."""
     if flashinfer not in ("0.6", "0.7"):
-        raise ValueError(f'flashinfer: expected "0.6" or "0.7", got {flashinfer!r}')
+        raise ValueError(f'flashinfer: expected "0.6" or "0.7", got "{flashinfer}"')
     rows, columns = _sm90_sizes("codes", codes)
     leading, groups = tuple(codes.shape[:-2]), columns // _SM90_GROUP
     _shaped("scales", scales, codes, (rows, groups))
@@ -301,11 +301,11 @@ def _sm90_moved(weights: Tensor, inverse: bool) -> Tensor:
     """Moves pairs of bytes as flashinfer's interleave for Hopper does, or back. In it a pair of 16 rows and 32 columns
     goes from [half of rows, row, ..., half of columns, pair] to [half of columns, row, ..., pair, half of rows]."""
     *leading, rows, octets = weights.shape
-    pairs = weights.contiguous().view(-1).view(torch.int16)
+    pairs, tiles = weights.contiguous().view(-1).view(torch.int16), math.prod(leading) * rows // 16
     if inverse:
-        moved = pairs.view(-1, 2, 8, octets // 16, 4, 2).permute(0, 5, 2, 3, 1, 4)
+        moved = pairs.view(tiles, 2, 8, octets // 16, 4, 2).permute(0, 5, 2, 3, 1, 4)
     else:
-        moved = pairs.view(-1, 2, 8, octets // 16, 2, 4).permute(0, 4, 2, 3, 5, 1)
+        moved = pairs.view(tiles, 2, 8, octets // 16, 2, 4).permute(0, 4, 2, 3, 5, 1)
     return moved.contiguous().view(-1).view(torch.uint8).view(*leading, rows, octets)
 
 
