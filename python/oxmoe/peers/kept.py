@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-# What is kept: ExpertWeights, or an object that holds them.
+# _Made is ExpertWeights, or a class of objects that hold them.
 _Made = TypeVar("_Made")
 
 
