@@ -246,6 +246,18 @@ def test_written_scales_are_seen(device: str, rng: torch.Generator) -> None:
     check(fused(x, gates, ids, **given), made.expected(x, gates, ids))
 
 
+def test_under_torch_compile(rng: torch.Generator) -> None:
+    made = draw(SMALL, "cpu", rng)
+    weights = oxmoe.prepare_cutlass_fused_moe(**made.arguments())
+    x, gates, ids = operands(SMALL, 5, "cpu", rng)
+
+    def call(x: Tensor, gates: Tensor, ids: Tensor) -> Tensor:
+        return oxmoe.cutlass_fused_moe(x, ids, gates, None, None, x.dtype, None, weights=weights)[0]
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(x, gates, ids), call(x, gates, ids))
+
+
 def test_refusals(rng: torch.Generator) -> None:
     made = draw(SMALL, "cpu", rng)
     x, gates, ids = operands(SMALL, 5, "cpu", rng)

@@ -121,6 +121,10 @@ def nvfp4_batched_quantize(
 
 
 def block_scale_interleave(scales: torch.Tensor) -> torch.Tensor:
+    if scales.dtype == torch.bfloat16:  # the low bytes, then the high bytes
+        halves = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        made = [block_scale_interleave(half.contiguous()) for half in halves]
+        return torch.stack(made, dim=-1).view(torch.bfloat16).flatten()
     plain = scales.view(torch.uint8).view(torch.float8_e4m3fn)
     return oxmoe.nvfp4.swizzle_blockscale(plain).view(torch.uint8).reshape(-1)
 
