@@ -51,6 +51,11 @@ from oxmoe.peers.flashinfer_trtllm_fp4 import (
     trtllm_fp4_block_scale_moe,
     trtllm_fp4_block_scale_routed_moe,
 )
+from oxmoe.peers.flashinfer_trtllm_int4 import (
+    prepare_trtllm_mxint4_block_scale_moe,
+    trtllm_mxint4_block_scale_moe,
+    trtllm_mxint4_block_scale_routed_moe,
+)
 from oxmoe.peers.packed_topk import pack_topk, unpack_topk
 from oxmoe.peers.sglang import fused_experts
 from oxmoe.peers.triton_kernels import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
@@ -132,6 +137,7 @@ __all__ = [
     "prepare_trtllm_fp4_block_scale_moe",
     "prepare_trtllm_fp8_block_scale_moe",
     "prepare_trtllm_fp8_per_tensor_scale_moe",
+    "prepare_trtllm_mxint4_block_scale_moe",
     "quantize",
     "routing",
     "sort_by_expert",
@@ -151,6 +157,8 @@ __all__ = [
     "trtllm_fp8_per_tensor_scale_routed_moe",
     "trtllm_moe_allreduce_fusion",
     "trtllm_moe_finalize_allreduce_fusion",
+    "trtllm_mxint4_block_scale_moe",
+    "trtllm_mxint4_block_scale_routed_moe",
     "unpack_topk",
     "workspace_bytes",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import flashinfer_source
 import oxmoe
 from cases import Shape, make_routing
 from int4_cases import make
@@ -272,3 +274,102 @@ def test_cases_of_layers_have_these_forms(rng: torch.Generator) -> None:
     layer = make(Shape("forms", 2, 1, 64, 32), rng)
     codes, scales, zeros = int4.from_pack_quantized(layer.w13.view(torch.int32), layer.w13_scale)
     assert torch.equal(codes, layer.w13) and scales is layer.w13_scale and zeros is None
+
+
+# flashinfer's weights for Hopper
+
+SM90 = [(1, 64, 128), (3, 192, 384), (1, 704, 640), (2, 64, 1024), (2, 128, 256), (0, 64, 128)]
+
+
+def sm90_weights(codes: Tensor) -> Tensor:
+    """Returns what the interleave makes of [E, R, K / 2], one pair of bytes at a time, in two's complement."""
+    signed = (codes ^ 0x88).tolist()
+    out = torch.full_like(codes, 0xAA)
+    for expert, rows in enumerate(signed):
+        for row, octets in enumerate(rows):
+            for column in range(0, len(octets), 2):
+                half, column_half, lane = row % 16 // 8, column % 16 // 8, column % 8 // 2
+                to_row = row // 16 * 16 + column_half * 8 + row % 8
+                to_column = column // 16 * 16 + lane * 4 + half * 2
+                out[expert, to_row, to_column] = octets[column]
+                out[expert, to_row, to_column + 1] = octets[column + 1]
+    return out
+
+
+def sm90_scales(scales: Tensor, release: str) -> Tensor:
+    experts, rows, groups = scales.shape
+    if release == "0.7":
+        out = torch.full((experts, rows // 64, groups, 8, 8), 7, dtype=scales.dtype)
+        for row in range(rows):
+            out[:, row // 64, :, row % 8, row % 64 // 8] = scales[:, row]
+        return out
+    factor = next(factor for factor in (4, 2, 1) if groups % factor == 0)
+    out = torch.full((experts, groups // factor, rows * factor), 7, dtype=scales.dtype)
+    for row in range(rows):
+        out[:, :, row * factor : (row + 1) * factor] = scales[:, row].reshape(experts, groups // factor, factor)
+    return out
+
+
+def sm90_drawn(size: tuple[int, int, int], rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    experts, rows, columns = size
+    codes = torch.randint(256, (experts, rows, columns // 2), generator=rng, dtype=torch.uint8)
+    return codes, torch.randn((experts, rows, columns // 128), generator=rng).bfloat16()
+
+
+@pytest.mark.parametrize("release", ["0.6", "0.7"])
+@pytest.mark.parametrize("size", SM90, ids=str)
+def test_sm90(size: tuple[int, int, int], release: str, device: str, rng: torch.Generator) -> None:
+    codes, scales = sm90_drawn(size, rng)
+    held = sm90_weights(codes).to(device), sm90_scales(scales, release).to(device)
+    made = int4.interleave_sm90(codes.to(device), scales.to(device), flashinfer=release)
+    assert torch.equal(made[0], held[0]) and same_bits(made[1], held[1])
+    for bits in (torch.bfloat16, torch.float16, torch.int16):
+        found = int4.from_sm90(held[0], held[1].view(bits))
+        assert torch.equal(found.codes.cpu(), codes) and same_bits(found.scales.cpu(), scales)
+        assert found.zeros is None and found.codes.is_contiguous() and found.scales.is_contiguous()
+    # One matrix, and more leading dimensions.
+    if size[0]:
+        found = int4.from_sm90(held[0][0], held[1][0])
+        assert torch.equal(found.codes.cpu(), codes[0]) and same_bits(found.scales.cpu(), scales[0])
+        found = int4.from_sm90(held[0][None], held[1][None])
+        assert torch.equal(found.codes.cpu(), codes[None]) and same_bits(found.scales.cpu(), scales[None])
+
+
+@pytest.mark.parametrize("size", SM90, ids=str)
+def test_sm90_as_flashinfer(size: tuple[int, int, int], tmp_path: Path, rng: torch.Generator) -> None:
+    codes, scales = sm90_drawn(size, rng)
+    weights_of, (release, scales_of) = (
+        flashinfer_source.weight_interleave("int4", tmp_path),
+        flashinfer_source.scale_interleave(),
+    )
+    theirs = weights_of(codes ^ 0x88)
+    assert torch.equal(int4.interleave_sm90(codes, scales, flashinfer=release)[0], theirs)
+    if release == "0.7":
+        laid = scales_of(scales, 128)
+        assert same_bits(int4.interleave_sm90(codes, scales)[1], laid)
+        found = int4.from_sm90(theirs, laid)
+        assert torch.equal(found.codes, codes) and same_bits(found.scales, scales)
+
+
+def test_sm90_refusals(rng: torch.Generator) -> None:
+    codes, scales = sm90_drawn((2, 64, 256), rng)
+    held = int4.interleave_sm90(codes, scales)
+    from_sm90, interleave = int4.from_sm90, int4.interleave_sm90
+    for words, call in (
+        (r"weights: dimension 1: expected a multiple of 64, got 32", lambda: from_sm90(held[0][:, :32], held[1])),
+        (r"weights: dimension 2: expected a multiple of 64, got 96", lambda: from_sm90(held[0][..., :96], held[1])),
+        (r"weights: expected dtype uint8, got int8", lambda: from_sm90(held[0].view(torch.int8), held[1])),
+        (r"weights: expected \[..., N, K / 2\], got shape \(64,\)", lambda: from_sm90(held[0][0, :, 0], held[1])),
+        (r"scales: expected bfloat16, got float32", lambda: from_sm90(held[0], held[1].float())),
+        (
+            r"scales: expected shape \[2, 1, 2, 8, 8\] or \[2, 1, 128\], got \[2, 64, 2\]",
+            lambda: from_sm90(held[0], scales),
+        ),
+        (r"scales: expected a tensor on cpu, got one on meta", lambda: from_sm90(held[0], held[1].to("meta"))),
+        (r'flashinfer: expected "0.6" or "0.7", got "0.5"', lambda: interleave(codes, scales, flashinfer="0.5")),
+        (r"scales: expected \[2, 64, 2\], got shape \(2, 64, 1\)", lambda: interleave(codes, scales[..., :1])),
+        (r"scales: expected bfloat16, got float16", lambda: interleave(codes, scales.half())),
+        (r"codes: dimension 2: expected a multiple of 64, got 32", lambda: interleave(codes[..., :32], scales)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()

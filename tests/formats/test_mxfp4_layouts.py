@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
-import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+import flashinfer_source
 import oxmoe
+from flashinfer_source import scale_interleave
 from oxmoe import quantize
 
 # (experts, rows, K): the tiles' own sizes, GPT-OSS, odd ones.
@@ -273,65 +270,11 @@ def test_hopper_as_triton_kernels(shape: tuple[int, int, int], num_warps: int, r
     assert torch.equal(back[0], codes) and torch.equal(back[1], scales)
 
 
-MIXED_UTILS = "data/csrc/nv_internal/tensorrt_llm/kernels/cutlass_kernels/moe_gemm/moe_gemm_mixed_utils.cu"
-
-# A harness that runs the kernel's threads one after the other.
-HARNESS = """
-#include <cstdint>
-#define __global__ static
-static struct {{ int x, y; }} blockIdx, threadIdx, gridDim, blockDim;
-{kernel}
-extern "C" void interleave(uint8_t* from, uint8_t* to, int rows, int columns) {{
-  gridDim.x = blockDim.y = 1;
-  for (threadIdx.x = 0; threadIdx.x < {lanes}; threadIdx.x++)
-    interleave_fp4_weights_for_sm90_mixed_gemm_kernel(from, to, rows, columns);
-}}
-"""
-
-
-def installed_flashinfer() -> Path:
-    """Returns flashinfer's folder. NOTE: it is found, not imported: an import would want a GPU and its compilers."""
-    spec = importlib.util.find_spec("flashinfer")
-    for root in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(root) / MIXED_UTILS).exists():
-            return Path(root)
-    pytest.skip("flashinfer with its sources is not installed")
-
-
 @pytest.fixture
 def flashinfer(tmp_path: Path) -> tuple[str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """Returns (release, its weight interleave, its scale interleave): the CUDA kernel built for the CPU, and the torch
-    code."""
-    root, compiler = installed_flashinfer(), shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler")
-    source = (root / MIXED_UTILS).read_text()
-    kernel = re.search(r"__global__ void interleave_fp4_weights_for_sm90_mixed_gemm_kernel.*?\n}\n", source, re.DOTALL)
-    launcher = re.search(r"\nvoid interleave_fp4_weights_for_sm90_mixed_gemm\(.*?dim3 block\((\d+),", source, re.DOTALL)
-    assert kernel and launcher
-    program, library = tmp_path / "interleave.cpp", tmp_path / "interleave.so"
-    program.write_text(HARNESS.format(kernel=kernel[0], lanes=launcher[1]))
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, program], check=True)
-    interleave = ctypes.CDLL(str(library)).interleave
-
-    def values(codes: Tensor) -> Tensor:
-        out = torch.full_like(codes, 0xAA)
-        for one, to in zip(codes, out, strict=True):
-            interleave(*(ctypes.c_void_p(t.data_ptr()) for t in (one, to)), one.shape[0], one.shape[1] * 2)
-        return out
-
-    for name in ("prepare.py", "core.py"):
-        path = root / "fused_moe" / name
-        text = path.read_text() if path.exists() else ""
-        found = re.search(
-            r"^def interleave_moe_scales_for_sm90_mixed_gemm.*?(?=^@|^def )", text, re.DOTALL | re.MULTILINE
-        )
-        if found:
-            names: dict[str, Callable[[Tensor], Tensor]] = {}
-            exec(found[0], {"torch": torch}, names)
-            release = "0.7" if name == "prepare.py" else "0.6"
-            return release, values, names["interleave_moe_scales_for_sm90_mixed_gemm"]
-    pytest.fail("flashinfer's interleave_moe_scales_for_sm90_mixed_gemm was not found")
+    """Returns (release, its weight interleave, its scale interleave)."""
+    weights_of, (release, scales_of) = flashinfer_source.weight_interleave("fp4", tmp_path), scale_interleave()
+    return release, weights_of, scales_of
 
 
 @pytest.mark.parametrize("shape", ALIGNED[:5], ids=str)

@@ -20,11 +20,11 @@ def shuffle(weights: Tensor, gated: bool) -> Tensor:
 
 
 def interleave(scales: Tensor) -> Tensor:
-    """Applies block_scale_interleave to each expert: byte by byte into tiles of 128 x 4, zeros beyond the last
+    """Applies block_scale_interleave to each expert: scale by scale into tiles of 128 x 4, zeros beyond the last
     block."""
     experts, rows, blocks = scales.shape
     tiles = (blocks + 3) // 4
-    result = torch.zeros((experts, rows // 128 * tiles * 512), dtype=torch.uint8)
+    result = torch.zeros((experts, rows // 128 * tiles * 512), dtype=scales.dtype)
     for row in range(rows):
         for block in range(blocks):
             tile = row // 128 * tiles + block // 4

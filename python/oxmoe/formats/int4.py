@@ -21,10 +21,12 @@ from oxmoe._oxmoe import ExpertWeights
 from oxmoe.formats import drawn
 from oxmoe.operands import check_tensor
 
-__all__ = ["Matrix", "from_awq", "from_gptq", "from_marlin", "from_pack_quantized"]
+__all__ = ["Matrix", "from_awq", "from_gptq", "from_marlin", "from_pack_quantized", "from_sm90", "interleave_sm90"]
 
 _WORD = 8  # codes of an int32
 _TILE_K, _TILE_N = 16, 64  # columns and rows of a tile of Marlin's weights
+_SM90_GROUP = 128  # columns that share a scale in flashinfer's weights for Hopper
+_SIGNS = 0x88  # turns two codes with the zero point 8 into two's complement, and back
 
 
 class Matrix(NamedTuple):
@@ -131,7 +133,77 @@ def from_marlin(
     return Matrix(codes, plain, zeros)
 
 
+def from_sm90(weights: Tensor, scales: Tensor) -> Matrix:
+    """flashinfer's CUTLASS weights for Hopper (W4A8): weights uint8 [..., N, K / 2] in two's complement, from its
+    interleave_moe_weights_for_sm90_mixed_gemm ("int4"), and a bf16 scale for each 128 columns. N is a multiple of 64,
+    K of 128.
+
+    Scales of flashinfer 0.7 are [..., N / 64, K / 128, 8, 8] (interleave_moe_scales_for_sm90_mixed_gemm with
+    group_size 128). Those of 0.6.11 are [..., K / 128 / f, N f], where f is the largest of 4, 2 and 1 that divides
+    K / 128. They may have another dtype of two bytes, whose bits are then those of bf16, as flashinfer's callers have
+    them with f16 activations.
+    """
+    rows, columns = _sm90_sizes("weights", weights)
+    leading, groups = tuple(weights.shape[:-2]), columns // _SM90_GROUP
+    check_tensor("scales", scales)
+    if scales.element_size() != 2:
+        raise ValueError(f"scales: expected bfloat16, got {_dtype(scales)}")
+    if scales.device != weights.device:
+        raise ValueError(f"scales: expected a tensor on {weights.device}, got one on {scales.device}")
+    factor = _sm90_factor(groups)
+    new, old = (rows // 64, groups, 8, 8), (groups // factor, rows * factor)
+    shape = tuple(scales.shape)
+    if shape not in ((*leading, *new), (*leading, *old)):
+        raise ValueError(f"scales: expected shape {[*leading, *new]} or {[*leading, *old]}, got {list(shape)}")
+    bits = scales.contiguous().view(torch.bfloat16)
+    if scales.ndim == weights.ndim + 2:
+        plain = bits.movedim((-1, -2), (-3, -2)).reshape(*leading, rows, groups)
+    else:
+        plain = bits.view(*leading, groups // factor, rows, factor).transpose(-3, -2).reshape(*leading, rows, groups)
+    return Matrix(_sm90_moved(weights, inverse=True) ^ _SIGNS, plain.contiguous(), None)
+
+
+def interleave_sm90(codes: Tensor, scales: Tensor, *, flashinfer: str = "0.7") -> tuple[Tensor, Tensor]:
+    """Inverts from_sm90: (weights, scales) as flashinfer 0.7 or 0.6 has them, of codes uint8 [..., N, K / 2] with the
+    zero point 8 and bf16 scales [..., N, K / 128]."""
+    if flashinfer not in ("0.6", "0.7"):
+        raise ValueError(f'flashinfer: expected "0.6" or "0.7", got "{flashinfer}"')
+    rows, columns = _sm90_sizes("codes", codes)
+    leading, groups = tuple(codes.shape[:-2]), columns // _SM90_GROUP
+    _shaped("scales", scales, codes, (rows, groups))
+    if scales.dtype != torch.bfloat16:
+        raise ValueError(f"scales: expected bfloat16, got {_dtype(scales)}")
+    if flashinfer == "0.7":
+        # [tile of 64 rows, eight, row of eight, group]
+        laid = scales.reshape(*leading, rows // 64, 8, 8, groups).movedim((-3, -2), (-1, -2))
+    else:
+        factor = _sm90_factor(groups)
+        laid = scales.reshape(*leading, rows, groups // factor, factor).transpose(-3, -2).flatten(-2)
+    return _sm90_moved(codes ^ _SIGNS, inverse=False), laid.contiguous()
+
+
 # Checks
+
+
+def _sm90_sizes(name: str, weights: Any) -> tuple[int, int]:
+    """Checks packed weights [..., N, K / 2], and returns N and K."""
+    check_tensor(name, weights)
+    if weights.ndim < 2:
+        raise ValueError(f"{name}: expected [..., N, K / 2], got shape {tuple(weights.shape)}")
+    if weights.dtype != torch.uint8:
+        raise ValueError(f"{name}: expected dtype uint8, got {_dtype(weights)}")
+    rows, columns = int(weights.shape[-2]), 2 * int(weights.shape[-1])
+    for dimension, size, multiple in ((-2, rows, 64), (-1, columns // 2, _SM90_GROUP // 2)):
+        if size % multiple:
+            raise ValueError(
+                f"{name}: dimension {weights.ndim + dimension}: expected a multiple of {multiple}, got {size}"
+            )
+    return rows, columns
+
+
+def _sm90_factor(groups: int) -> int:
+    """Returns how many scales of a row lie side by side in flashinfer 0.6.11's form."""
+    return 4 if groups % 4 == 0 else 2 if groups % 2 == 0 else 1
 
 
 def _matrix(name: str, words: Any, *dimensions: str) -> tuple[int, int]:
@@ -223,6 +295,18 @@ def _octets(words: Tensor) -> Tensor:
     """Views int32 [..., c] as uint8 [..., 4c]. The result is the same memory if that is contiguous."""
     # The view goes through one dimension, because a dimension of size 1 may have any stride.
     return words.contiguous().view(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def _sm90_moved(weights: Tensor, inverse: bool) -> Tensor:
+    """Moves pairs of bytes as flashinfer's interleave for Hopper does, or back. In it a pair of 16 rows and 32 columns
+    goes from [half of rows, row, ..., half of columns, pair] to [half of columns, row, ..., pair, half of rows]."""
+    *leading, rows, octets = weights.shape
+    pairs, tiles = weights.contiguous().view(-1).view(torch.int16), math.prod(leading) * rows // 16
+    if inverse:
+        moved = pairs.view(tiles, 2, 8, octets // 16, 4, 2).permute(0, 5, 2, 3, 1, 4)
+    else:
+        moved = pairs.view(tiles, 2, 8, octets // 16, 2, 4).permute(0, 4, 2, 3, 5, 1)
+    return moved.contiguous().view(-1).view(torch.uint8).view(*leading, rows, octets)
 
 
 def _nibbles(words: Tensor) -> Tensor:

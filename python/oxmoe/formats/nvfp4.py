@@ -106,11 +106,18 @@ def unswizzle_blockscale(scale: Tensor, rows: int, columns: int) -> Tensor:
         )
     if scale.element_size() != 1:
         raise ValueError(f"scale: expected a dtype of one byte, got {str(scale.dtype).rpartition('.')[2]}")
-    *batch, _, _ = scale.shape
-    tiles = scale.view(torch.uint8).reshape(math.prod(batch), row_tiles, column_tiles, 32, 4, 4)
-    tiles = tiles.permute(0, 1, 4, 3, 2, 5)
-    plain = tiles.reshape(*batch, *padded)[..., :rows, :columns]
-    return plain.contiguous().view(scale.dtype)
+    return untiled(scale.view(torch.uint8), rows, columns).view(scale.dtype)
+
+
+def untiled(scale: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns scales [..., rows, columns] of any dtype from [..., M', G'], whose tiles of 128 x 4 lie one after the
+    other."""
+    *batch, padded_rows, padded_columns = scale.shape
+    tiles = scale.reshape(
+        math.prod(batch), padded_rows // _TILE_ROWS, padded_columns // _TILE_COLUMNS, 32, 4, _TILE_COLUMNS
+    )
+    plain = tiles.permute(0, 1, 4, 3, 2, 5).reshape(*batch, padded_rows, padded_columns)
+    return plain[..., :rows, :columns].contiguous()
 
 
 def convert_sf_to_mma_layout(sf: Tensor, m: int, k: int, num_groups: int = 1, sf_vec_size: int = 16) -> Tensor:

@@ -10,7 +10,9 @@ from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
 from oxmoe.operands import check_tensor
 from oxmoe.peers import flashinfer_cutlass_formats as formats
+from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
+from oxmoe.peers.flashinfer_cutlass_int4 import InputScaledExperts
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments
 
@@ -52,7 +54,8 @@ def prepare_cutlass_fused_moe(
     use_deepseek_fp8_block_scale: bool = False,
     use_w4_group_scaling: bool | None = None,
     use_mxfp8_act_scaling: bool = False,
-) -> ExpertWeights:
+    use_packed_weights: bool = False,
+) -> ExpertWeights | InputScaledExperts:
     """Makes ExpertWeights from what `cutlass_fused_moe` takes, once, at load.
 
     Rows of fc1 are [up; gate]. With an activation without a gate they are one block of I rows. These are the
@@ -67,6 +70,11 @@ def prepare_cutlass_fused_moe(
     use_w4_group_scaling (the default for bytes with two scales): MXFP4, uint8 [El, 2I, H / 2] and [El, H, I / 2],
         interleaved by flashinfer's interleave_moe_weights_for_sm90_mixed_gemm; their interleaved E8M0 scales, viewed
         as int32 or uint8. The scales' dimensions tell flashinfer 0.6.11 from 0.7.2.
+    use_packed_weights (then use_w4_group_scaling is the default): int4, uint8 [El, 2I, H / 2] and [El, H, I / 2] in
+        two's complement, interleaved as "int4" by the same function; their bf16 scales of 128 columns, interleaved
+        (`oxmoe.int4.from_sm90` has the layouts of 0.6.11 and 0.7.2); activation scales [H] and [I]; two empty tensors
+        (zero points, which flashinfer's kernel does not read, are refused); alphas fp32 [El] of fc1 and fc2. Empty
+        activation scales and alphas stand for ones.
     NVFP4: uint8 (or viewed as int64) [El, 2I, H / 2] and [El, H, I / 2]; fc1's activation scale, swizzled block scales
         and dequantisation scale (one number or [El]), and the same of fc2.
 
@@ -78,28 +86,34 @@ def prepare_cutlass_fused_moe(
 
     16-bit and fp8 weights are used as they lie. For other formats the result holds copies, made on their device.
     Combinations that are not served are a NotImplementedError.
+
+    int4: flashinfer rounds the inputs of both GEMMs to e4m3 after the activation scales. oxmoe leaves them in the dtype
+    of the input (W4A16), which is nearer to exact arithmetic. Alphas and activation scales become factors of the
+    weights' scales, which are then rounded to the dtype; factors of 1 change no bits. Scales of fc1's input that differ
+    within 128 columns cannot become factors. Then the result is an `InputScaledExperts`, for `cutlass_fused_moe` alone,
+    which multiplies the input at each call. fc2's scales that differ so multiply fc1's rows of up instead. That is
+    served for gated SiLU and GELU without swiglu_limit and swiglu_beta, and for Relu2.
     """
     check_tensor("fc1_expert_weights", fc1_expert_weights)
     check_tensor("fc2_expert_weights", fc2_expert_weights)
     _check_scales(quant_scales)
     scales = list(quant_scales or ())
     if use_w4_group_scaling is None:
-        use_w4_group_scaling = len(scales) < 3 and name_of(fc1_expert_weights.dtype) in (
-            "uint8",
-            "int8",
-            "int32",
-            "int64",
-        )
+        packed = name_of(fc1_expert_weights.dtype) in formats.PACKED
+        use_w4_group_scaling = packed and (len(scales) < 3 or use_packed_weights)
     format = formats.format_of(
         fc1_expert_weights,
         scales,
         use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
         use_w4_group_scaling=use_w4_group_scaling,
         use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+        use_packed_weights=use_packed_weights,
     )
     given = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta)
     options = Activations(activation_of(activation_type), *given).options(tp_rank, once=True)
     weights = (fc1_expert_weights, fc2_expert_weights, scales)
+    if format == "int4":
+        return int4.prepared(*weights, options, dtype=dtype)
     if format not in AS_THEY_LIE:
         return formats.prepared(format, *weights, options, dtype=dtype, hidden_size=hidden_size)
     arguments = formats.described(format, *weights, options)
@@ -148,7 +162,7 @@ def cutlass_fused_moe(
     situ_beta: Tensor | None = None,
     situ_linear_beta: Tensor | None = None,
     backend: str = "cutlass",
-    weights: ExpertWeights | None = None,
+    weights: ExpertWeights | InputScaledExperts | None = None,
 ) -> list[Tensor]:
     """flashinfer's call (0.6.11 and 0.7.2, by keyword). Returns [output].
 
@@ -157,7 +171,8 @@ def cutlass_fused_moe(
     global ids of which those of ep_rank count; token_final_scales fp32 [T, k]; formats, scales, biases and activations
     as in `prepare_cutlass_fused_moe`. fp8 and MXFP8 weights and, on CUDA, packed ones have bf16 output alone. The
     output is this rank's part of the sum, written to `output` [T, H] where given. Without tokens nothing is looked at.
-    An input narrower than MXFP4 or MXFP8 weights is that of weights padded with zeros, and so is the output.
+    An input narrower than MXFP4 or MXFP8 weights is that of weights padded with zeros, and so is the output. int4
+    weights are W4A16 here: the inputs of both GEMMs are not rounded to e4m3, as flashinfer's are.
 
     weights: what prepare_cutlass_fused_moe made, in place of fc1 and fc2, scales, biases, swiglu_* and situ_* (fp8
     input still needs quant_scales). Without it 16-bit and fp8 weights are described at each call; of the others
@@ -173,7 +188,6 @@ def cutlass_fused_moe(
         "cluster_size": cluster_size != 1,
         "enable_alltoall": enable_alltoall,
         "min_latency_mode": min_latency_mode,
-        "use_packed_weights (int4)": use_packed_weights,
         "use_wfp4afp8_humming": use_wfp4afp8_humming,
         "clamped_relu2_limit": clamped_relu2_limit is not None,
         f"backend={backend!r}": backend != "cutlass",
@@ -203,7 +217,10 @@ def cutlass_fused_moe(
             use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
             use_w4_group_scaling=use_w4_group_scaling,
             use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+            use_packed_weights=use_packed_weights,
         )
+    elif isinstance(weights, InputScaledExperts):
+        format = "int4"
     elif isinstance(weights, ExpertWeights):
         format = weights.format.partition("-")[0]
     else:
@@ -232,6 +249,8 @@ def cutlass_fused_moe(
             fc1, fc2 = described.pop("w13"), described.pop("w2")
             return [_with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
         weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
+    if isinstance(weights, InputScaledExperts):
+        x, weights = weights.scaled(x), weights.weights
     return [_with_workspace(moe, x, weights, *of_tokens, **options)]
 
 
@@ -264,15 +283,17 @@ def _kept(
     tp_rank: int,
     activation: str,
     output_dtype: Any,
-) -> ExpertWeights:
-    """Returns the cache's ExpertWeights for an input like this. others: biases, swiglu_* and situ_*."""
+) -> ExpertWeights | InputScaledExperts:
+    """Returns the cache's experts for an input like this. others: biases, swiglu_* and situ_*."""
     fc1, fc2, scales = blocks
     columns = {"mxfp4": 2, "mxfp8": 1}.get(format, 0) * fc1.shape[-1] * fc1.element_size()
     hidden_size = input.shape[1] if input.shape[1] < columns else None
     dtype = _name(output_dtype)
 
-    def make() -> ExpertWeights:
+    def make() -> ExpertWeights | InputScaledExperts:
         options = Activations(activation, *others).options(tp_rank, once=True)
+        if format == "int4":
+            return int4.prepared(fc1, fc2, scales, options, dtype=dtype)
         return formats.prepared(format, fc1, fc2, scales, options, dtype=dtype, hidden_size=hidden_size)
 
     return cache.get((fc1, fc2, *scales), others, (format, min(tp_rank, 1), activation, hidden_size, dtype), make)
@@ -362,7 +383,8 @@ def cutlass_fused_moe_workspace_size(
         raise ValueError(
             f"num_experts_total: expected a number divisible by ep_size {ep_size}, got {num_experts_total}"
         )
-    if min_latency_mode or use_packed_weights or use_wfp4afp8_humming or backend != "cutlass":
+    unscaled = use_packed_weights and not use_w4_group_scaling
+    if min_latency_mode or unscaled or use_wfp4afp8_humming or backend != "cutlass":
         raise NotImplementedError(f"cutlass_fused_moe_workspace_size: served are {SERVED}")
     dtype, of_nvfp4 = name_of(weight_dtype), "nvfp4" if str(device).startswith("cpu") else "nvfp4-a4"
     if dtype == "float8_e4m3fn":
@@ -372,7 +394,7 @@ def cutlass_fused_moe_workspace_size(
     elif dtype in _OF_DTYPES:
         format = _OF_DTYPES[dtype]
     elif dtype in formats.PACKED:
-        format = "mxfp4" if use_w4_group_scaling else of_nvfp4
+        format = "int4" if use_packed_weights else "mxfp4" if use_w4_group_scaling else of_nvfp4
     else:
         known = ", ".join((*_OF_DTYPES, "float8_e4m3fn", *formats.PACKED))
         raise NotImplementedError(f"weight_dtype: no kernel for {dtype}; served are {known}")
@@ -415,7 +437,7 @@ def fused_experts_flashinfer_mxfp4(
                 f"quant_info: no kernel for {', '.join(unserved)}; served are MXFP4 weights with 16-bit input"
             )
         info, step = quant_info, getattr(quant_info, "use_swiglu_step", False)
-        weights = _kept(
+        kept = _kept(
             hidden_states,
             "mxfp4",
             (info.w13_weight, info.w2_weight, (info.w13_weight_scale, info.w2_weight_scale)),
@@ -424,5 +446,7 @@ def fused_experts_flashinfer_mxfp4(
             "SwigluStep" if step else "Swiglu",
             hidden_states.dtype,
         )
+        assert isinstance(kept, ExpertWeights)
+        weights = kept
     arguments = routing_arguments(topk_output)
     return moe(hidden_states, weights, **arguments, ep_size=ep_size, ep_rank=ep_rank, out=output)

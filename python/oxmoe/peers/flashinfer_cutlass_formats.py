@@ -22,7 +22,8 @@ SWIGLU, SITU = 3, 10  # flashinfer's ActivationType; these numbers mean the same
 SERVED = (
     "bf16, f16 and fp32 weights; float8_e4m3fn weights with one scale (4 quant_scales), with "
     "use_deepseek_fp8_block_scale, or with use_mxfp8_act_scaling; MXFP4 weights with use_w4_group_scaling and 16-bit "
-    "input; NVFP4 weights (6 quant_scales)"
+    "input; int4 weights with use_w4_group_scaling and use_packed_weights (8 quant_scales); NVFP4 weights "
+    "(6 quant_scales)"
 )
 # flashinfer's ActivationType -> (activation, gated, the value of `clamp`: where the limit bounds the gate, default
 # limit).
@@ -50,8 +51,9 @@ _SCALES = {
     "fp8_tensor": "fc1's dequantisation, fc2's quantisation and dequantisation, and the input's dequantisation scale",
     "mxfp8": "the scales of fc1, one number an expert, those of fc2, and one number an expert",
     "nvfp4": "fc1's activation scale, block scales and dequantisation scale, and fc2's",
+    "int4": "the scales, activation scales, zero points and alphas, each of fc1 and of fc2",
 }
-_COUNTS = {"mxfp4": (2,), "fp8_block": (2,), "fp8_tensor": (4,), "mxfp8": (4,), "nvfp4": (6,)}
+_COUNTS = {"mxfp4": (2,), "fp8_block": (2,), "fp8_tensor": (4,), "mxfp8": (4,), "nvfp4": (6,), "int4": (8,)}
 
 
 def name_of(dtype: Any) -> str:
@@ -99,6 +101,7 @@ def format_of(
     use_deepseek_fp8_block_scale: bool,
     use_w4_group_scaling: bool,
     use_mxfp8_act_scaling: bool,
+    use_packed_weights: bool,
 ) -> str:
     """Returns the name of the weights' format. Raises NotImplementedError or ValueError if flags, dtype and scales
     do not fit together."""
@@ -107,6 +110,7 @@ def format_of(
         "use_deepseek_fp8_block_scale": use_deepseek_fp8_block_scale,
         "use_w4_group_scaling": use_w4_group_scaling,
         "use_mxfp8_act_scaling": use_mxfp8_act_scaling,
+        "use_packed_weights": use_packed_weights,
     }
     given = [name for name, is_set in flags.items() if is_set]
     if dtype in _PLAIN:
@@ -123,6 +127,8 @@ def format_of(
             ),
             ("fp8_tensor", []),
         )
+    elif dtype in PACKED and use_packed_weights:
+        format, needed = "int4", ["use_w4_group_scaling", "use_packed_weights"]
     elif dtype in PACKED and use_w4_group_scaling:
         format, needed = "mxfp4", ["use_w4_group_scaling"]
     elif dtype in PACKED and scales == 6:
@@ -133,7 +139,7 @@ def format_of(
             f"cutlass_fused_moe: no kernel for fc1_expert_weights of {dtype} with {given_scales}; served are {SERVED}"
         )
     if given != needed:
-        expected = f"{', '.join(needed)} alone" if needed else "none of these flags"
+        expected = f"{' and '.join(needed)} alone" if needed else "none of these flags"
         raise NotImplementedError(
             f"cutlass_fused_moe: no kernel for {', '.join(given)} with fc1_expert_weights of {dtype} ({format}), which "
             f"take {expected}; served are {SERVED}"

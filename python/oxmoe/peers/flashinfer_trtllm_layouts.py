@@ -58,8 +58,8 @@ def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -
     """Returns plain copies: weights [E, R, ...] and scales [E, R, blocks] of operands of trtllm-gen's kernels of
     formats with block scales. There the rows of both are shuffled, and rows of w13 (gated) alternate before that.
     Scales of each expert lie in tiles of 128 rows by 4 (block_scale_interleave; shape [E, R, blocks], or any with as
-    many bytes an expert)."""
-    from oxmoe.formats.nvfp4 import unswizzle_blockscale
+    many scales an expert)."""
+    from oxmoe.formats.nvfp4 import untiled
 
     experts, rows = weights.shape[:2]
     padded = -(-rows // 128) * 128, -(-blocks // 4) * 4
@@ -68,7 +68,7 @@ def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -
             f"weights_scale: use_shuffled_weight needs scales of {experts} experts in tiles of 128 x 4, "
             f"{padded[0]} x {padded[1]} each, got shape {list(scales.shape)}"
         )
-    scales = unswizzle_blockscale(scales.reshape(experts, *padded), rows, blocks)
+    scales = untiled(scales.reshape(experts, *padded), rows, blocks)
     weights, scales = (unshuffled(part, SHUFFLED_ROWS) for part in (weights, scales))
     return (halves(weights), halves(scales)) if gated else (weights, scales)
 

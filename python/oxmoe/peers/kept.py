@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-from oxmoe._oxmoe import ExpertWeights
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# _Made is ExpertWeights, or a class of objects that hold them.
+_Made = TypeVar("_Made")
 
 
 def number(value: Tensor | float | None) -> Tensor | float | None:
@@ -24,7 +25,7 @@ class _Entry(NamedTuple):
     # While a weak reference to a storage exists, no other storage gets its address.
     storages: list[Any]
     owners: list[Any]
-    weights: ExpertWeights
+    weights: Any
 
 
 class Cache:
@@ -51,8 +52,8 @@ class Cache:
         owners: Sequence[Tensor],
         others: Sequence[Tensor | None],
         options: tuple[Hashable, ...],
-        make: Callable[[], ExpertWeights],
-    ) -> ExpertWeights:
+        make: Callable[[], _Made],
+    ) -> _Made:
         """Returns what `make` made of these tensors and options. owners: weights and scales, of which the result
         holds copies."""
         tensors = [*owners, *others]
@@ -74,7 +75,8 @@ class Cache:
         key = (*identity, *options)
         entry = self._entries.get(key)
         if entry is not None and entry.versions == tuple(versions):
-            return entry.weights
+            kept: _Made = entry.weights
+            return kept
         return self._make(key, tuple(versions), owners, others, make)
 
     def _make(
@@ -83,8 +85,8 @@ class Cache:
         versions: tuple[int | None, ...],
         owners: Sequence[Tensor],
         others: Sequence[Tensor | None],
-        make: Callable[[], ExpertWeights],
-    ) -> ExpertWeights:
+        make: Callable[[], _Made],
+    ) -> _Made:
         import torch
         from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -100,6 +102,6 @@ class Cache:
         def weak(tensors: Sequence[Tensor | None]) -> list[Any]:
             return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor is not None]
 
-        entry = _Entry(versions, weak(others), weak(owners), make())
-        self._entries[key] = entry
-        return entry.weights
+        made = make()
+        self._entries[key] = _Entry(versions, weak(others), weak(owners), made)
+        return made

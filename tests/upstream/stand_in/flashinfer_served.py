@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import oxmoe
+import oxmoe.int4
 import oxmoe.nvfp4
 import oxmoe.quantize
 from oxmoe import AllReduceFusionPattern as _Pattern
@@ -64,6 +65,10 @@ def _interleaved(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tenso
 
 
 def interleave_weights(weight: torch.Tensor, quant_type: str = "fp4") -> torch.Tensor:
+    if quant_type == "int4":
+        codes = weight.contiguous() ^ 0x88
+        scales = torch.zeros((*codes.shape[:-1], codes.shape[-1] // 64), dtype=torch.bfloat16, device=codes.device)
+        return oxmoe.int4.interleave_sm90(codes, scales)[0]
     if quant_type != "fp4":
         pytest.skip(f"not served: interleave_moe_weights_for_sm90_mixed_gemm({quant_type!r})")
     codes = weight.view(torch.uint8)
@@ -71,6 +76,9 @@ def interleave_weights(weight: torch.Tensor, quant_type: str = "fp4") -> torch.T
 
 
 def interleave_scales(scales: torch.Tensor, group_size: int = 32) -> torch.Tensor:
+    if group_size == 128:
+        codes = torch.zeros((*scales.shape[:-1], scales.shape[-1] * 64), dtype=torch.uint8, device=scales.device)
+        return oxmoe.int4.interleave_sm90(codes, scales.view(torch.bfloat16))[1].view(scales.dtype)
     scales = scales.view(torch.uint8)
     return _interleaved(scales.new_zeros((*scales.shape[:-1], scales.shape[-1] * 16)), scales)[1]
 
@@ -113,6 +121,10 @@ def nvfp4_batched_quantize(
 
 
 def block_scale_interleave(scales: torch.Tensor) -> torch.Tensor:
+    if scales.dtype == torch.bfloat16:  # the low bytes, then the high bytes
+        halves = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+        made = [block_scale_interleave(half.contiguous()) for half in halves]
+        return torch.stack(made, dim=-1).view(torch.bfloat16).flatten()
     plain = scales.view(torch.uint8).view(torch.float8_e4m3fn)
     return oxmoe.nvfp4.swizzle_blockscale(plain).view(torch.uint8).reshape(-1)
 
