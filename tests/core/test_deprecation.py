@@ -6,14 +6,13 @@ import importlib
 import inspect
 import io
 import pydoc
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import forked
 import oxmoe
 from oxmoe import deprecation
 
@@ -113,7 +112,7 @@ def test_a_script_sees_the_warning() -> None:
         "oxmoe.old",
         "oxmoe.old",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=300)
+    done = forked.run("-c", "\n".join(lines))
     assert done.returncode == 0 and done.stderr.count("DeprecationWarning: oxmoe.old is deprecated") == 1
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+import forked
 import oxmoe._oxmoe as extension
 from dlpack_liar import BYTES, HONEST, INTERFACES, ROUTES, TABLES, USES, lies
 
@@ -31,8 +30,7 @@ def outcomes(use: str, route: str) -> dict[str, Outcome]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
     behind: list[str] = []
     while True:
-        command = [sys.executable, str(LIAR), use, route, *behind]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        done = forked.run(LIAR, use, route, *behind, env=environment, timeout=120)
         lines = [json.loads(line) for line in done.stdout.splitlines()]
         results |= {line[0]: tuple(line[1:]) for line in lines if len(line) > 1}
         if done.returncode == 0:
@@ -138,5 +136,5 @@ def test_a_first_call_inside_the_first_call(name: str) -> None:
     program = "import numpy as np, oxmoe\ninner = []" + FIRST_CALLS[name] + "assert inner and outer == inner[0], inner"
     paths = [str(Path(extension.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    done = forked.run("-c", program, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr

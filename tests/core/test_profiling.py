@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+import forked
 from oxmoe import ExpertWeights, _oxmoe, profiling
 
 E, K, H, WIDTH = 4, 2, 32, 24
@@ -30,7 +30,7 @@ def run(program: str, setting: str | None, *, good: bool = True) -> subprocess.C
     """Runs a program after PRELUDE in a process of its own, since importing oxmoe puts the ranges there."""
     environment = {name: value for name, value in os.environ.items() if name != profiling.SETTING}
     environment |= {profiling.SETTING: setting} if setting is not None else {}
-    done = subprocess.run([sys.executable, "-c", PRELUDE + program], env=environment, capture_output=True, text=True)
+    done = forked.run("-c", PRELUDE + program, env=environment)
     assert (done.returncode == 0) is good, done.stderr
     return done
 

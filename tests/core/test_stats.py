@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+import forked
 import oxmoe
 from cases import Shape, make_layer, make_routing, make_x
 
@@ -80,7 +79,8 @@ for tokens in (3, 3, 5):
 def test_plans_are_printed_once_a_shape(value: str | None, plans: int) -> None:
     environment = {name: text for name, text in os.environ.items() if name != "OXMOE_LOG_PLANS"}
     environment |= {"OXMOE_LOG_PLANS": value} if value is not None else {}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=True)
+    done = forked.run("-c", PROGRAM, env=environment)
+    assert done.returncode == 0, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("oxmoe: ")]
     heads = [line for line in lines if "MoE layer: 4 experts, top-2, hidden 32, intermediate 24" in line]
     assert len(heads) == plans and ("workspace" in done.stderr) == (plans > 0)

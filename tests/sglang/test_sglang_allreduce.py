@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 from oxmoe.sglang import capabilities, collective, setting
 from ranks import Crew, Rank, check_norm, crc, draw, same_bits, seed_of, total
 
@@ -44,7 +44,7 @@ for function in (flashinfer_comm_fusion.flashinfer_allreduce_residual_rmsnorm, c
 
 def process(**environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run([sys.executable, "-c", OURS.format(names=NAMES)], env=env, capture_output=True, text=True)
+    return forked.run("-c", OURS.format(names=NAMES), env=env, packages=forked.SGLANG)
 
 
 def test_schemas_are_sglangs() -> None:
@@ -67,7 +67,7 @@ def test_operators_that_sglang_has_already_are_an_error() -> None:
         "import oxmoe.sglang; oxmoe.sglang.plugin()"
     )
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OXMOE_SGLANG": ""}
-    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    result = forked.run("-c", code, env=env, packages=forked.SGLANG)
     assert result.returncode == 1
     assert "flashinfer_allreduce_residual_rmsnorm is SGLang's own already" in result.stderr.splitlines()[-1]
     assert "Unset SGLANG_PLATFORM" in result.stderr.splitlines()[-1]
@@ -79,8 +79,8 @@ def test_platform_defines_nothing_that_is_not_asked_for(text: str) -> None:
         "import oxmoe.sglang.platform as p, oxmoe.sglang.collective as c, sys; assert p.activate() is None;"
         "assert c.defined() == () and not any(name.startswith('sglang') for name in sys.modules)"
     )
-    result = subprocess.run([sys.executable, "-c", code], env={**os.environ, "OXMOE_SGLANG": text})
-    assert result.returncode == 0
+    result = forked.run("-c", code, env={**os.environ, "OXMOE_SGLANG": text})
+    assert result.returncode == 0, result.stderr
 
 
 # Ranks with SGLang's groups

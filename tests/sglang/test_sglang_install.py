@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import forked
 import oxmoe.sglang
 from oxmoe import profiling
 from oxmoe.sglang import capabilities, layers, setting, sources
@@ -80,7 +81,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own that imports SGLang as a server does."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    return forked.run("-c", code, env=env, packages=forked.SGLANG)
 
 
 # Registries, and nothing else

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 pytest.importorskip("sglang")
 pytest.importorskip("prometheus_client")
@@ -34,7 +34,7 @@ oxmoe.topk(logits, 2)
 def run(program: str, folder: Path) -> None:
     """Runs a program in a process of its own: prometheus_client looks for the folder when it is imported."""
     environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM + program], env=environment, capture_output=True, text=True)
+    done = forked.run("-c", PROGRAM + program, env=environment, packages=forked.SGLANG)
     assert done.returncode == 0, done.stderr
 
 
@@ -93,4 +93,5 @@ def test_the_thread_starts_with_the_model_where_metrics_are_on(asked: bool, monk
 
 def test_without_a_server_nothing_is_exported() -> None:
     program = "from oxmoe.sglang import server; assert server.exports_metrics() is False"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    done = forked.run("-c", program, packages=forked.SGLANG)
+    assert done.returncode == 0, done.stderr

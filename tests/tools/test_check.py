@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import forked
 import oxmoe
 from check_configs import (
     CHANNEL,
@@ -594,7 +595,7 @@ def test_what_is_no_file(place: str, kind: str, tmp_path: Path) -> None:
         (tmp_path / place).symlink_to("/dev/zero")
     code = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30)); from oxmoe import __main__; "
     code += f"raise SystemExit(__main__.main(['check', {str(tmp_path)!r}]))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = forked.run("-c", code, timeout=60)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
     assert place in done.stderr and done.stderr.endswith(": expected a regular file\n")
 
@@ -617,8 +618,7 @@ def test_patterns_without_end(name: str, tmp_path: Path) -> None:
         written(tmp_path / "config.json", qwen3_30b(ENDLESS[name]))
     code = "import sys; from oxmoe import __main__; from oxmoe.tools.check import checkpoint; "
     code += "checkpoint.MOST_SECONDS = 1; raise SystemExit(__main__.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "check", str(tmp_path), *RELEASE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = forked.run("-c", code, "check", tmp_path, *RELEASE, timeout=60)
     assert (done.returncode, done.stdout) == (2, ""), done.stderr[-500:]
     assert done.stderr.endswith(": its names and patterns took more than 1 seconds\n")
 
@@ -632,8 +632,8 @@ def test_words_that_steer_a_terminal(words: str, tmp_path: Path) -> None:
         commands.append(["check", written(tmp_path / f"{i}.json", config), *RELEASE])
     commands.append(with_header(tmp_path, {"model.layers.1.mlp.experts.0.gate_proj.weight": {"dtype": words}}))
     for command in commands:
-        done = subprocess.run([sys.executable, "-m", "oxmoe", *command], capture_output=True, timeout=60)
-        text = (done.stdout + done.stderr).decode()
+        done = forked.run("-m", "oxmoe", *command, timeout=60)
+        text = done.stdout + done.stderr
         assert done.returncode == 1 and "NOT SERVED" in text, text
         assert all(letter.isprintable() for letter in text.replace("\n", "")) and "\n  start" not in text, text
 
@@ -650,7 +650,7 @@ def test_patterns_that_are_none(place: str, pattern: str, tmp_path: Path) -> Non
     else:
         quantization = json.loads(json.dumps(ENDLESS[place]).replace(PATTERN, json.dumps(pattern)[1:-1]))
     path = written(tmp_path / "config.json", qwen3_30b(quantization))
-    done = subprocess.run([sys.executable, "-m", "oxmoe", "check", path, *RELEASE], capture_output=True, text=True)
+    done = forked.run("-m", "oxmoe", "check", path, *RELEASE)
     assert done.returncode == 1 and done.stderr == "", done.stderr[-500:]
     assert "no regular expression that can be used" in done.stdout and done.stdout.count("\n") == 2, done.stdout
 
@@ -669,8 +669,7 @@ def test_words_of_a_megabyte(tmp_path: Path) -> None:
     """They are cut, in the first line and in a reason."""
     for config in ({"architectures": ["x" * (1 << 20)]}, qwen3_30b({"quant_method": "y" * (1 << 20)})):
         path = written(tmp_path / "config.json", config)
-        command = [sys.executable, "-m", "oxmoe", "check", path, *RELEASE]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = forked.run("-m", "oxmoe", "check", path, *RELEASE, timeout=60)
         assert done.returncode == 1 and "NOT SERVED" in done.stdout and len(done.stdout) < 6000
 
 

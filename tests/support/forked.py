@@ -1,0 +1,178 @@
+"""Python processes of their own for tests, which begin with other projects' packages imported.
+
+A test that needs a new process spends most of its time importing torch, or what SGLang imports. `run` has a process do
+that once for all tests of a pytest process, and forks each new process from it. Nothing of oxmoe and nothing of SGLang
+is imported before the fork, and that process starts no thread, so the new one imports them as any program does.
+
+What a process reads when it starts is that of the first one: options of Python, variables that are read by the dynamic
+loader or by Python's start (LD_LIBRARY_PATH, PYTHONIOENCODING and others of Python's but PYTHONPATH). A test of those
+starts a process by `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import IO, Any
+
+TORCH = ("torch", "numpy")
+# What SGLang's modules import of other projects. The release decides which of them there are.
+SGLANG = (
+    *TORCH,
+    *("torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "torchvision", "transformers"),
+    *("transformers.modeling_utils", "transformers.models.llama", "pydantic", "fastapi", "uvicorn", "openai", "sympy"),
+    *("triton", "psutil", "requests", "zmq", "orjson", "msgspec", "PIL.Image", "scipy", "aiohttp"),
+)
+
+
+def run(
+    *arguments: str | Path,
+    env: dict[str, str] | None = None,
+    packages: tuple[str, ...] = TORCH,
+    timeout: float = 300,
+    cwd: str | Path | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python arguments...`, whose first is "-c", "-m" or a file, and returns its status and output.
+
+    env: the whole environment of the process (default: this one's)
+    packages: what is imported before it begins
+    timeout: seconds, after which the process is killed and `subprocess.TimeoutExpired` is raised
+    """
+    command = list(map(str, arguments))
+    given = dict(os.environ if env is None else env)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        status = _parent(packages).fork(command, given, str(cwd or Path.cwd()), out, errors, timeout)
+        texts = []
+        for file in (out, errors):
+            file.seek(0)
+            texts.append(file.read().decode(errors="surrogateescape"))
+    return subprocess.CompletedProcess([sys.executable, *command], status, *texts)
+
+
+class _Parent:
+    """The process that the others are forked from."""
+
+    def __init__(self, packages: tuple[str, ...]) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, __file__, str(theirs.fileno()), *packages]
+            # What Python finds without PYTHONPATH is common to all. The rest is each process's own.
+            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            self.process = subprocess.Popen(
+                command,
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        self.socket.close()
+        self.process.wait(10)
+
+    def fork(
+        self, command: list[str], env: dict[str, str], cwd: str, out: IO[bytes], errors: IO[bytes], timeout: float
+    ) -> int:
+        text = json.dumps({"command": command, "env": env, "cwd": cwd}).encode()
+        self.socket.settimeout(None)
+        socket.send_fds(self.socket, [len(text).to_bytes(8, "little")], [out.fileno(), errors.fileno()])
+        self.socket.sendall(text)
+        child = int.from_bytes(_exactly(self.socket, 8), "little")
+        self.socket.settimeout(timeout)
+        try:
+            return int.from_bytes(_exactly(self.socket, 8), "little", signed=True)
+        except TimeoutError:
+            os.kill(child, signal.SIGKILL)
+            self.socket.settimeout(None)
+            _exactly(self.socket, 8)
+            raise subprocess.TimeoutExpired(command, timeout) from None
+
+
+@functools.cache
+def _parent(packages: tuple[str, ...]) -> _Parent:
+    return _Parent(packages)
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        part = connection.recv(count - len(data))
+        if not part:
+            raise EOFError("the process that others are forked from has ended")
+        data += part
+    return data
+
+
+# In the process that the others are forked from
+
+
+def _next_child(connection: socket.socket) -> dict[str, Any]:
+    """Forks a process for each request, and waits for its end. Returns in each child, with what it is to run."""
+    while True:
+        head, files, *_ = socket.recv_fds(connection, 8, 2)
+        if not head:
+            os._exit(0)
+        head += _exactly(connection, 8 - len(head)) if len(head) < 8 else b""
+        request: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(head, "little")))
+        sys.stdout.flush()
+        if (child := os.fork()) == 0:
+            connection.close()
+            for number, file in enumerate(files, 1):
+                os.dup2(file, number)
+                os.close(file)
+            return request
+        for file in files:
+            os.close(file)
+        connection.sendall(child.to_bytes(8, "little"))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        connection.sendall(status.to_bytes(8, "little", signed=True))
+
+
+def _run(request: dict[str, Any]) -> None:
+    """Runs a command as `python` does."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    kind, *rest = request["command"]
+    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    # The first folder is this file's, which Python puts there for a script.
+    sys.path[:1] = [str(Path(kind).parent) if kind not in ("-c", "-m") else request["cwd"], *folders]
+    sys.path_importer_cache.clear()
+    if kind == "-c":
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = request["command"]
+        runpy.run_path(kind, run_name="__main__")
+
+
+def _main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for package in sys.argv[2:]:
+        try:
+            importlib.import_module(package)
+        except ImportError:
+            continue
+    request = _next_child(connection)
+    _run(request)
+
+
+if __name__ == "__main__":
+    _main()
