@@ -120,7 +120,8 @@ def assert_counts_calls(server: Server, ranks: int) -> None:
 
 @pytest.fixture(scope="class")
 def on(start: Start, checkpoint: Checkpoints) -> Server:
-    return start(checkpoint("qwen", 0), "--quantization", "oxmoe")
+    """Starts this server as users do, each of whose processes imports everything by itself."""
+    return start(checkpoint("qwen", 0), "--quantization", "oxmoe", spares=False)
 
 
 @pytest.fixture(scope="class")

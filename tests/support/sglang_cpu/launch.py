@@ -104,6 +104,7 @@ class Server:
         setting: str = "moe",
         release: Release = NEWEST,
         ranks: int = 1,
+        spares: bool = True,
     ) -> None:
         self.log = folder / "server.log"
         self.release = release
@@ -122,7 +123,9 @@ class Server:
             "RAYON_NUM_THREADS": "1",
             **({"SGLANG_CPU_OMP_THREADS_BIND": _two_cores()} if ranks == 2 else {}),
         }
-        command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
+        # Spare processes become a scheduler for each rank, and the detokenizer.
+        start = [str(HERE / "spares.py"), str(ranks + 1)] if spares else ["-m"]
+        command = [sys.executable, *start, "sglang.launch_server", "--model-path", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--dtype", "bfloat16"]
         command += ["--tp-size", str(ranks)]
         # A radix cache would need the torch that SGLang pins; an idle scheduler would take a whole core.
