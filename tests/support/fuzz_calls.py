@@ -428,11 +428,10 @@ def groups_that_tie(options: Operands, got_ids: Tensor) -> Tensor:
     if not 0 < kept < count or tokens == 0:
         return torch.zeros(tokens, dtype=torch.bool)
     zeros = torch.zeros(experts)
-    choice = reference.choice_values(
-        logits, scoring_func=options["scoring_func"], correction_bias=zeros if bias is None else bias
-    )
+    scoring = {"scoring_func": options["scoring_func"]} if "scoring_func" in options else {}
+    choice = reference.choice_values(logits, **scoring, correction_bias=zeros if bias is None else bias)
     best = choice.view(tokens, count, experts // count).sort(-1, descending=True).values
-    top2 = options.get("group_score", "max" if bias is None else "top2") == "top2"
+    top2 = (options.get("group_score") or ("max" if bias is None else "top2")) == "top2"
     score = best[..., 0] + best[..., 1] if top2 else best[..., 0]
     ordered = score.sort(1, descending=True).values
     room = 1e-6 * ordered[:, kept].abs().clamp(min=1e-30)
