@@ -4,9 +4,9 @@ A test that needs a new process spends most of its time importing torch, or what
 that once for all tests of a pytest process, and forks each new process from it. Nothing of oxmoe and nothing of SGLang
 is imported before the fork, and that process starts no thread, so the new one imports them as any program does.
 
-What a process reads when it starts is that of the first one: options of Python, variables that are read by the dynamic
-loader or by Python's start (LD_LIBRARY_PATH, PYTHONIOENCODING and others of Python's but PYTHONPATH). A test of those
-starts a process by `subprocess`.
+Other projects' packages are those that this process's PYTHONPATH finds. What a process reads when it starts is that of
+the first one: options of Python, variables that are read by the dynamic loader or by Python's start (LD_LIBRARY_PATH,
+PYTHONIOENCODING and others of Python's but PYTHONPATH). A test of those starts a process by `subprocess`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -67,12 +68,9 @@ class _Parent:
         self.socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *packages]
-            # What Python finds without PYTHONPATH is common to all. The rest is each process's own.
-            environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
             self.process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
             )
@@ -140,15 +138,20 @@ def _next_child(connection: socket.socket) -> dict[str, Any]:
         connection.sendall(status.to_bytes(8, "little", signed=True))
 
 
+def _folders(environment: Mapping[str, str]) -> list[str]:
+    return [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+
+
 def _run(request: dict[str, Any]) -> None:
     """Runs a command as `python` does."""
+    # The first folder is this file's, which Python puts there for a script. Those of PYTHONPATH are behind it.
+    others = [folder for folder in sys.path[1:] if folder not in _folders(os.environ)]
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
     kind, *rest = request["command"]
-    folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
-    # The first folder is this file's, which Python puts there for a script.
-    sys.path[:1] = [str(Path(kind).parent) if kind not in ("-c", "-m") else request["cwd"], *folders]
+    first = str(Path(kind).parent) if kind not in ("-c", "-m") else request["cwd"]
+    sys.path[:] = [first, *_folders(os.environ), *others]
     sys.path_importer_cache.clear()
     if kind == "-c":
         main = types.ModuleType("__main__")
