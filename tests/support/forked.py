@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 TORCH = ("torch", "numpy")
-# What SGLang's modules import of other projects. The release decides which of them there are.
+# SGLang's modules import these of other projects. The release decides which of them there are.
 SGLANG = (
     *TORCH,
     *("torch.distributed.tensor", "torch._dynamo", "torch._inductor.compile_fx", "torchvision", "transformers"),
