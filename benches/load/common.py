@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -56,7 +56,8 @@ def inner(
             output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             _end(process, apart)
-            return {"outcome": "out of time", "reason": f"still ran after {limit_s:g} s"}
+            last = f"; its last line: {lines[-1]}" if (lines := _lines(said)) else ""
+            return {"outcome": "out of time", "reason": f"still ran after {limit_s:g} s{last}"}
         except BaseException:
             _end(process, apart)
             raise
@@ -64,8 +65,7 @@ def inner(
             if apart:
                 # This ends every child that the scenario has left behind.
                 _signal(process, signal.SIGKILL, apart)
-        said.seek(0)
-        lines = [line.strip() for line in said.read().splitlines() if line.strip()]
+        lines = _lines(said)
     try:
         row = json.loads(output.splitlines()[-1])
     except (IndexError, ValueError):
@@ -76,6 +76,12 @@ def inner(
         last = (named or lines or ["nothing on standard error"])[-1]
         return {"outcome": "failed", "reason": f"the process ended with status {process.returncode}: {last}"}
     return row
+
+
+def _lines(said: IO[str]) -> list[str]:
+    """Returns the lines of standard error that are not blank."""
+    said.seek(0)
+    return [line.strip() for line in said.read().splitlines() if line.strip()]
 
 
 def _signal(process: subprocess.Popen[str], number: int, apart: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -187,6 +188,7 @@ def killed(device: str, beside: int, victims: list[int], seed: int = 0, ranks: i
     if device == "cuda":
         need_gpu(device, ranks)
     whole = _one(device, 0, None, ranks)
+    print("a run without a kill is over", file=sys.stderr, flush=True)
     if [row["ended"] for row in whole] != ["without an error"] * ranks or any(row["wrong"] for row in whole):
         raise Failed(f"without a kill: {whole}")
     plan = []
@@ -194,8 +196,19 @@ def killed(device: str, beside: int, victims: list[int], seed: int = 0, ranks: i
         names = _one(device, victim, None, ranks)[victim]["names"]
         plan += [(victim, name) for name in names]
 
+    running: list[tuple[int, str]] = []
+    over = 0
+
     def run(case: tuple[int, str]) -> list[Row]:
-        return _one(device, *case, ranks)
+        nonlocal over
+        running.append(case)
+        rows = _one(device, *case, ranks)
+        running.remove(case)
+        over += 1
+        # A run that is out of time reports its last line.
+        others = ", ".join(f"rank {victim} before {name}" for victim, name in running)
+        print(f"{over} of {len(plan)} kills are over; running: {others or 'none'}", file=sys.stderr, flush=True)
+        return rows
 
     with ThreadPoolExecutor(beside) as pool:
         survivors = list(pool.map(run, plan))
