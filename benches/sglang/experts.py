@@ -17,6 +17,7 @@ Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 
 E4M3_MAX, E2M1 = 448.0, (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+COLUMNS = 128  # of a group of AWQ and GPTQ
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the numbers of a word, from its lowest bits up
 INPUT_SCALE = 0.02  # activations up to 9 are in range
 
@@ -65,9 +66,15 @@ def mxfp8(weight: Tensor, rng: torch.Generator) -> Tensors:
 
 
 def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
-    """Codes, scales of 16 columns, and the matrix's own scale, a power of two so that the numbers are bf16's."""
-    other = 2 * torch.rand((), generator=rng, device=rng.device)
-    power = torch.round(torch.log2(weight.abs().amax().float() / (6 * E4M3_MAX)) + other)
+    """Codes, scales of 16 columns, and the matrix's own scale, a power of two so that the numbers are bf16's.
+
+    In a small checkpoint gate and up differ in their own scales. In a large one they do not: Marlin takes one for both.
+    """
+    other = torch.ones((), device=rng.device)
+    if rng.device.type == "cpu":
+        other = 2 * torch.rand((), generator=rng)
+    most = weight.abs().amax().float() if rng.device.type == "cpu" else 6 * torch.tensor(weight.shape[1]).rsqrt()
+    power = torch.round(torch.log2(most.to(weight.device) / (6 * E4M3_MAX)) + other)
     blocks = weight.float().unflatten(1, (-1, 16)) / torch.exp2(power)
     scale = (blocks.abs().amax(-1, keepdim=True) / 6).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     near = (blocks / scale.float()).abs()[..., None].sub(torch.tensor(E2M1, device=weight.device)).abs().argmin(
@@ -89,7 +96,7 @@ def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
     return torch.where(whole >= 1 << 31, whole - (1 << 32), whole).to(torch.int32)
 
 
-def to_int4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+def to_int4(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Codes from 0 to 15, of which 8 is zero, and the scale of each group of columns."""
     groups = weight.float().unflatten(1, (-1, group))
     scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16()
@@ -97,15 +104,15 @@ def to_int4(weight: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
 
 
 def int4(weight: Tensor, rng: torch.Generator) -> Tensors:
-    codes, scale = to_int4(weight)
+    codes, scale = to_int4(weight, 32)
     return {"weight_packed": words(codes), "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
 def awq(weight: Tensor, rng: torch.Generator) -> Tensors:
     """Asymmetric: each group's codes are moved by 0 to 3, and so is its zero point."""
-    codes, scale = to_int4(weight)
+    codes, scale = to_int4(weight, COLUMNS)
     by = torch.randint(4, scale.shape, generator=rng, device=rng.device)
-    moved = (codes.unflatten(1, (-1, 32)) - by[..., None]).clamp(min=0).flatten(1)
+    moved = (codes.unflatten(1, (-1, COLUMNS)) - by[..., None]).clamp(min=0).flatten(1)
     zeros = (8 - by).t()
     return {
         "qweight": words(moved.t(), AWQ_ORDER),
@@ -116,12 +123,12 @@ def awq(weight: Tensor, rng: torch.Generator) -> Tensors:
 
 def gptq(weight: Tensor, rng: torch.Generator) -> Tensors:
     """Symmetric: each zero point is 8, and is stored less 1."""
-    codes, scale = to_int4(weight)
+    codes, scale = to_int4(weight, COLUMNS)
     return {
         "qweight": words(codes).t(),
         "scales": scale.t(),
         "qzeros": words(torch.full_like(scale.t(), 7)),
-        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // 32,
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // COLUMNS,
     }
 
 
@@ -166,8 +173,8 @@ def _modelopt_file(algorithm: str, **more: Any) -> Callable[[int], Config]:
 _TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 _CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
 _GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": None}
-_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
-_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": COLUMNS, "version": "gemm", "zero_point": True}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": COLUMNS, "desc_act": False, "sym": True}
 
 
 @dataclass(frozen=True)
@@ -190,8 +197,10 @@ FORMATS = {
     ),
     "mxfp8": Format(mxfp8, lambda n: _fp8(n, quant_method="mxfp8", weight_block_size=[1, 32])),
     "int4": Format(int4, lambda n: _compressed(_GROUP, None, format="pack-quantized")),
-    "awq": Format(awq, lambda n: {**_AWQ, "modules_to_not_convert": ["self_attn", "gate."]}),
-    "gptq": Format(gptq, lambda n: {**_GPTQ, "dynamic": {r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}}),
+    "awq": Format(awq, lambda n: {**_AWQ, "modules_to_not_convert": ["self_attn", "gate."]}, small_inner=256),
+    "gptq": Format(
+        gptq, lambda n: {**_GPTQ, "dynamic": {r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}}, small_inner=256
+    ),
     "nvfp4": Format(nvfp4, _modelopt),
     "nvfp4-file": Format(nvfp4, file=_modelopt_file("NVFP4", group_size=16)),
     "modelopt-fp8": Format(fp8_static, file=_modelopt_file("FP8"), small_inner=176),

@@ -86,7 +86,7 @@ def _product(rows: Tensor, weights: Tensor, fp32_sums: bool, activation_dtype: t
         codes, scales = rows_e4m3(rows)
         # NOTE: e4m3 numbers are exact in bf16.
         return _product(codes.to(rows.dtype), weights, fp32_sums, None) * scales[:, None]
-    if fp32_sums or not rows.is_cuda or rows.dtype == torch.float32:
+    if fp32_sums or not rows.is_cuda or rows.dtype not in (torch.bfloat16, torch.float16):
         return rows.float() @ weights.float().T
     # cuBLAS has other kernels, with other sums, for fewer than 8 rows.
     padded = torch.cat([rows, rows.new_zeros(max(0, 8 - len(rows)), rows.shape[1])])

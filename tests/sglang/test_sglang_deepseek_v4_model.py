@@ -15,7 +15,7 @@ pytest.importorskip("sglang")
 
 from sglang.srt.layers.moe import topk as sglang_topk
 from sglang.srt.layers.moe.hash_topk import HashTopK
-from sglang.srt.layers.moe.topk import TopK
+from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from cases import Shape, make_x
@@ -86,6 +86,8 @@ def test_routers(device: str, hashed: bool, tokens: int, experts: int, rng: torc
                 routed_scaling_factor=1.5,
                 apply_routed_scaling_factor_on_output=module.should_fuse_routed_scaling_factor_in_topk,
                 is_fp4_experts=True,
+                # In a server a layer's experts name the format.
+                output_format=TopKOutputFormat.STANDARD,
             )
             with torch.compiler.set_stance("force_eager"):
                 on_a_cpu = router.forward_native if IN_TORCH else router.forward_cpu

@@ -138,11 +138,13 @@ def sglangs_own(method: str) -> type[Any]:
 
 @pytest.mark.gpu
 @only_cores
-@pytest.mark.parametrize("name", ["kimi", "static", "channel", "awq", "awq-64", "gptq", "gptq-rows"])
+@pytest.mark.parametrize("name", ["kimi", "static", "channel", "awq-64", "awq-128", "gptq", "gptq-rows"])
 def test_beside_sglangs_own_method(name: str, rng: torch.Generator) -> None:
-    """SGLang's own method lays the same checkpoint out for Marlin."""
+    """SGLang's own method lays the same checkpoint out for Marlin. Groups of 32 columns with zero points are not
+    compared: Marlin reads wrong zero points for them (sgl-project/sglang#37759)."""
     pytest.importorskip("sgl_kernel")
-    kind, shape = KINDS[name], dataclasses.replace(SHAPE, hidden=256, intermediate=256)
+    kinds = {**KINDS, "awq-128": Kind(awq(group_size=128), 128, True)}
+    kind, shape = kinds[name], dataclasses.replace(SHAPE, hidden=256, intermediate=256)
     # Marlin's ids are not -1, and its method reads the number of tokens from the logits.
     weights, ids = (part.cuda() for part in make_routing("skewed", 33, shape.experts, shape.top_k, rng))
     topk = StandardTopKOutput(weights, ids, torch.zeros((33, shape.experts), device="cuda"))
@@ -153,7 +155,9 @@ def test_beside_sglangs_own_method(name: str, rng: torch.Generator) -> None:
             module = empty_layer(shape, kind.config, "cuda", of=of, inplace=False)
             assert isinstance(module.quant_method, int4.OxmoeInt4MoEMethod) == (of == "oxmoe")
             load(module, tensors(layer, kind))
-            results.append(forward(module, x.clone(), topk))
+            # SGLang keeps GPTQ's scales in f16, and Marlin takes activations of the scales' type.
+            given = x.half() if of != "oxmoe" and kind.config["quant_method"] == "gptq" else x.clone()
+            results.append(forward(module, given, topk))
     assert relative_norm(results[0].double(), results[1].double()) < 1e-2
 
 
