@@ -213,6 +213,11 @@ def made(*size):
     return {end: tensor.cpu() for end, tensor in format_of_experts.store(weight, rng).items()}
 
 
+def linear(*size):
+    """A matrix of DeepSeek's attention, or of its shared expert, if that has another format than the experts."""
+    return format_of_experts.linear(randn(*size), rng)
+
+
 def save(name, tensors):
     save_file({key: value.contiguous() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
     index.update(dict.fromkeys(tensors, f"{name}.safetensors"))
@@ -223,14 +228,17 @@ for n in range(layers):
     t = {p + "input_layernorm.weight": ones(H), p + "post_attention_layernorm.weight": ones(H)}
     if deepseek:
         t |= {
-            p + "self_attn.q_a_proj.weight": randn(q_rank, H),
             p + "self_attn.q_a_layernorm.weight": ones(q_rank),
-            p + "self_attn.q_b_proj.weight": randn(heads * (nope + rope), q_rank),
-            p + "self_attn.kv_a_proj_with_mqa.weight": randn(kv_rank + rope, H),
             p + "self_attn.kv_a_layernorm.weight": ones(kv_rank),
-            p + "self_attn.kv_b_proj.weight": randn(heads * (nope + value), kv_rank),
-            p + "self_attn.o_proj.weight": randn(H, heads * value),
         }
+        for name, size in (
+            ("q_a_proj", (q_rank, H)),
+            ("q_b_proj", (heads * (nope + rope), q_rank)),
+            ("kv_a_proj_with_mqa", (kv_rank + rope, H)),
+            ("kv_b_proj", (heads * (nope + value), kv_rank)),
+            ("o_proj", (H, heads * value)),
+        ):
+            t |= {f"{p}self_attn.{name}.{end}": part for end, part in linear(*size).items()}
     else:
         t |= {
             p + "self_attn.q_proj.weight": randn(heads * hd, H),
@@ -250,7 +258,8 @@ for n in range(layers):
         if model != "qwen":
             t[p + "mlp.gate.e_score_correction_bias"] = randn(E, scale=0.1).float()
         for expert in (*(f"experts.{e}" for e in range(E)), *(["shared_experts"] if model != "qwen" else [])):
-            store = made if expert != "shared_experts" or deepseek else lambda *size: {"weight": randn(*size)}
+            shared_in_format = deepseek and name_of_format != "w4afp8"
+            store = made if expert != "shared_experts" or shared_in_format else linear
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
                 t |= {f"{p}mlp.{expert}.{name}.{end}": part for end, part in store(*size).items()}
     else:

@@ -32,10 +32,13 @@ def plain(weight: Tensor, rng: torch.Generator) -> Tensors:
 
 
 def to_e4m3(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes, and the scale of each block of so many rows and columns."""
-    blocks = weight.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    """Codes, and the scale of each block of so many rows and columns. Blocks at the end may be smaller."""
+    height, width = weight.shape
+    whole = torch.nn.functional.pad(weight.float(), (0, -width % columns, 0, -height % rows))
+    blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     scale = blocks.abs().amax((1, 3)) / E4M3_MAX
-    return (blocks / scale[:, None, :, None]).view(weight.shape).to(torch.float8_e4m3fn), scale
+    codes = (blocks / scale[:, None, :, None]).view(whole.shape).to(torch.float8_e4m3fn)
+    return codes[:height, :width], scale
 
 
 def fp8(weight: Tensor, rng: torch.Generator) -> Tensors:
@@ -132,6 +135,17 @@ def gptq(weight: Tensor, rng: torch.Generator) -> Tensors:
     }
 
 
+def w4afp8(weight: Tensor, rng: torch.Generator) -> Tensors:
+    """Symmetric: two codes of a byte are in two's complement. Activations have one scale a matrix."""
+    codes, scale = to_int4(weight, 128)
+    signed = (codes - 8) & 15
+    return {
+        "weight": (signed[:, 0::2] | signed[:, 1::2] << 4).to(torch.uint8).view(torch.int8),
+        "weight_scale_inv": scale,
+        "input_scale": torch.tensor(INPUT_SCALE, dtype=torch.bfloat16),
+    }
+
+
 def _left(layers: int) -> list[str]:
     """Modules that are not quantised, by name."""
     attention = [f"self_attn.{name}_proj" for name in ("q", "k", "v", "o", "q_b", "kv_b", "q_a")]
@@ -185,6 +199,7 @@ class Format:
     config: Callable[[int], Config] | None = None
     file: Callable[[int], Config] | None = None
     small_inner: int = 96  # intermediate size of a small model
+    linear: Callable[[Tensor, torch.Generator], Tensors] = plain  # what DeepSeek's attention is stored as
 
 
 FORMATS = {
@@ -203,5 +218,6 @@ FORMATS = {
     ),
     "nvfp4": Format(nvfp4, _modelopt),
     "nvfp4-file": Format(nvfp4, file=_modelopt_file("NVFP4", group_size=16)),
+    "w4afp8": Format(w4afp8, lambda n: {"quant_method": "w4afp8"}, small_inner=256, linear=fp8),
     "modelopt-fp8": Format(fp8_static, file=_modelopt_file("FP8"), small_inner=176),
 }

@@ -51,8 +51,8 @@ NO_PREFILL_GRAPHS = "--cuda-graph-backend-prefill disabled"
 # A bf16 checkpoint gets oxmoe's quantization by name; other checkpoints get it by themselves.
 ON = {"qwen": ["--quantization", "oxmoe"]}
 # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin does
-# not.
-OFF = {"gpt": ["--moe-runner-backend", "marlin"]}
+# not. SGLang's Marlin layer of GPTQ takes activations in f16 alone.
+OFF = {"gpt": ["--moe-runner-backend", "marlin"], "qwen-gptq": ["--dtype", "half"]}
 LABELS = {
     "gpt": "GPT-OSS-20B, MXFP4",
     "qwen": "Qwen3-30B-A3B, bf16",
@@ -62,6 +62,7 @@ LABELS = {
     "qwen-gptq": "Qwen3-30B-A3B, GPTQ",
     "qwen-nvfp4": "Qwen3-30B-A3B, NVFP4 of ModelOpt",
     "deepseek-fp8": "DeepSeek-V3, fp8 blocks, a rank's part of eight",
+    "deepseek-w4afp8": "DeepSeek-V3, W4AFP8, a rank's part of eight",
 }
 # With --ahead a scheduler without requests would take a whole core from the servers that are measured.
 IDLE = ["--sleep-on-idle"]
