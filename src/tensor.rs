@@ -315,9 +315,12 @@ impl<'py> Borrowed<'py> {
     /// origins.
     fn borrow_capsule(operand: &'static str, object: &Bound<'py, PyAny>, origin: Origin) -> Result<Borrowed<'py>> {
         let py = object.py();
+        let mut narrow = None;
         let capsule = if origin == Origin::OldTorch {
             Self::refuse_lazy_state(operand, object, true)?;
-            py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((object,))
+            narrow = narrow_float(object)?;
+            let exported = if narrow.is_some() { bytes_of(object)? } else { object.clone() };
+            py.import(intern!(py, "torch._C"))?.getattr(intern!(py, "_to_dlpack_versioned"))?.call1((exported,))
         } else {
             let method = object.getattr_opt(intern!(py, "__dlpack__"))?.filter(|method| !method.is_none());
             let Some(method) = method else {
@@ -338,7 +341,10 @@ impl<'py> Borrowed<'py> {
         let Some((tensor, read_only)) = capsule.tensor() else {
             contract!("{operand}: __dlpack__ returned no DLPack capsule of version 0 or 1, or one that was used")
         };
-        let view = View::from_dlpack(operand, &tensor, origin, read_only)?;
+        let mut view = View::from_dlpack(operand, &tensor, origin, read_only)?;
+        if let Some(elem) = narrow {
+            view.elem = elem;
+        }
         if origin == Origin::OldTorch {
             Self::refuse_no_storage(operand, object, &view)?;
         }
@@ -378,6 +384,23 @@ fn versioned_capsule<'py>(method: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyA
         Err(error) if error.is_instance_of::<PyTypeError>(py) => method.call0(),
         result => result,
     }
+}
+
+/// The type of a torch tensor of floats of eight bits, or of pairs of four bits. torch 2.9 refuses to export these.
+fn narrow_float(object: &Bound<'_, PyAny>) -> Result<Option<Elem>> {
+    let py = object.py();
+    let dtype = object.getattr(intern!(py, "dtype"))?;
+    if dtype.getattr(intern!(py, "itemsize"))?.extract::<usize>()? != 1 {
+        return Ok(None);
+    }
+    Ok(Elem::narrow_float(dtype.str()?.to_str()?))
+}
+
+/// A view of a torch tensor's bytes, for elements of one byte.
+fn bytes_of<'py>(object: &Bound<'py, PyAny>) -> Result<Bound<'py, PyAny>> {
+    let py = object.py();
+    let bytes = py.import(intern!(py, "torch"))?.getattr(intern!(py, "uint8"))?;
+    Ok(object.call_method1(intern!(py, "view"), (bytes,))?)
 }
 
 /// A read-only numpy array, as its array interface describes it. numpy before 2.1 does not export such an array.

@@ -56,6 +56,13 @@ impl Elem {
         }
     }
 
+    /// The type of floats of eight bits, or of pairs of four bits, that torch calls `name`. None for other types.
+    pub(super) fn narrow_float(name: &str) -> Option<Elem> {
+        [Elem::E4M3, Elem::Other(11, 8), Elem::Other(12, 8), Elem::Other(13, 8), Elem::E8M0, Elem::E2M1_X2]
+            .into_iter()
+            .find(|elem| name.strip_prefix("torch.").is_some_and(|name| name == elem.to_string()))
+    }
+
     pub(super) fn from_dlpack(t: dlpack::DataType) -> Elem {
         match (t.code, t.bits, t.lanes) {
             (2, 32, 1) => Elem::F32,
