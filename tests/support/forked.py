@@ -4,6 +4,10 @@ A test that needs a new process spends most of its time importing torch, or what
 that once for all tests of a pytest process, and forks each new process from it. Nothing of oxmoe and nothing of SGLang
 is imported before the fork, and that process starts no thread, so the new one imports them as any program does.
 
+The end of a process is that of any program, too, but those packages are left as they are: to take them apart would take
+longer than what most processes do. Objects of modules that are imported after the fork go, as do static objects of
+libraries that are loaded after it.
+
 Other projects' packages are those that this process's PYTHONPATH finds. What a process reads when it starts is that of
 the first one: options of Python, variables that are read by the dynamic loader or by Python's start (LD_LIBRARY_PATH,
 PYTHONIOENCODING and others of Python's but PYTHONPATH). A test of those starts a process by `subprocess`.
@@ -12,7 +16,9 @@ PYTHONIOENCODING and others of Python's but PYTHONPATH). A test of those starts 
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
+import gc
 import importlib
 import json
 import os
@@ -166,14 +172,40 @@ def _run(request: dict[str, Any]) -> None:
         runpy.run_path(kind, run_name="__main__")
 
 
+def _leave_at_the_end(modules: dict[str, types.ModuleType]) -> None:
+    """Removes modules from `sys.modules`, whose modules Python empties when it ends. They are never freed."""
+    for name, module in modules.items():
+        if sys.modules.get(name) is module:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
+
+
+def _leave_libraries_at_the_end() -> None:
+    """Ends the process behind the static objects of libraries that are loaded from here on, before those of others."""
+    libc = ctypes.CDLL(None)
+    # The C library runs these from the last to the first. `_exit` gets the status, and `fflush` a null pointer, which
+    # means every file.
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
 def _main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
+    modules: dict[str, types.ModuleType] = {}
+    # Python calls the first of such functions last.
+    atexit.register(_leave_at_the_end, modules)
+    ours = set(sys.modules)
     for package in sys.argv[2:]:
         try:
             importlib.import_module(package)
         except ImportError:
             continue
+    modules.update((name, sys.modules[name]) for name in sys.modules.keys() - ours)
+    # No collection visits what is there now: a visit writes to its page, which a child would then have to copy.
+    gc.collect()
+    gc.freeze()
     request = _next_child(connection)
+    _leave_libraries_at_the_end()
     _run(request)
 
 

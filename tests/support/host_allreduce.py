@@ -28,13 +28,13 @@ ALONE = {"Sum": "false", "Norm": "true", "All": "false"}
 CUDA = r"""
 #pragma once
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <ctime>
 #include <memory>
+#include <pthread.h>
 #include <sched.h>
 #include <thread>
 #include <vector>
@@ -49,13 +49,23 @@ struct float4 { float x, y, z, w; };
 struct uint2 { uint32_t x, y; };
 struct Index { unsigned x; };
 inline thread_local Index threadIdx, blockIdx, blockDim, gridDim;
+// A thread that waits here sleeps at once, because there are many more threads than cores.
+class Barrier {
+    pthread_barrier_t barrier;
+
+public:
+    explicit Barrier(unsigned threads) { pthread_barrier_init(&barrier, nullptr, threads); }
+    ~Barrier() { pthread_barrier_destroy(&barrier); }
+    Barrier(const Barrier&) = delete;
+    void arrive_and_wait() { pthread_barrier_wait(&barrier); }
+};
 struct Cta {
-    std::barrier<> all;
-    std::vector<std::unique_ptr<std::barrier<>>> warps;
+    Barrier all;
+    std::vector<std::unique_ptr<Barrier>> warps;
     std::vector<float> exchanged;
     alignas(16) float shared[512];
     explicit Cta(int threads) : all(threads), exchanged(threads) {
-        for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<std::barrier<>>(32));
+        for (int i = 0; i < threads / 32; ++i) warps.push_back(std::make_unique<Barrier>(32));
         for (float& value : shared) value = NAN;
     }
 };
@@ -66,7 +76,7 @@ inline void delay() { if (draw() % 8 == 0) sched_yield(); }
 inline void __syncthreads() { cta->all.arrive_and_wait(); }
 inline void __syncwarp() {}
 inline float __shfl_xor_sync(unsigned, float value, int lanes) {
-    std::barrier<>& warp = *cta->warps[threadIdx.x / 32];
+    Barrier& warp = *cta->warps[threadIdx.x / 32];
     cta->exchanged[threadIdx.x] = value;
     warp.arrive_and_wait();
     const float other = cta->exchanged[threadIdx.x ^ lanes];
