@@ -176,9 +176,14 @@ def test_the_models_moe_blocks(rng: torch.Generator) -> None:
     shape = Shape("v4-block", 64, 6, 256, 64)
     x, tokens = make_x(11, shape, torch.bfloat16, "cpu", rng), torch.randint(512, (11,), generator=rng)
     table = torch.rand((512, 64), generator=rng).topk(6).indices.int()
-    # Biases are so far apart that rounded logits change no choice.
-    bias = torch.randperm(64, generator=rng) * 0.5
     gates = {number: torch.randn((64, 256), generator=rng).mul_(0.1).bfloat16() for number in (0, 3)}
+    # The model's logits are rounded to bf16. Biases are drawn until the chosen experts stand out from the others.
+    scores = torch.nn.functional.softplus(x.double() @ gates[3].double().T).sqrt()
+    gap = 0.0
+    while gap < 0.05:
+        bias = torch.randperm(64, generator=rng) * 0.5
+        best = (scores + bias).topk(7, dim=1).values
+        gap = float((best[:, 5] - best[:, 6]).min())
     experts = {number: drawn(shape, "cpu", rng) for number in (0, 3)}
     with server():
         model = model_of((0, 3), shape)

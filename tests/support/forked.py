@@ -6,7 +6,7 @@ is imported before the fork, and that process starts no thread, so the new one i
 
 The end of a process is that of any program, too, but those packages are left as they are: to take them apart would take
 longer than what most processes do. Objects of modules that are imported after the fork go, as do static objects of
-libraries that are loaded after it.
+libraries that are loaded after it. A library's functions of the attribute `destructor` do not run.
 
 Other projects' packages are those that this process's PYTHONPATH finds. What a process reads when it starts is that of
 the first one: options of Python, variables that are read by the dynamic loader or by Python's start (LD_LIBRARY_PATH,
