@@ -196,18 +196,16 @@ def killed(device: str, beside: int, victims: list[int], seed: int = 0, ranks: i
         names = _one(device, victim, None, ranks)[victim]["names"]
         plan += [(victim, name) for name in names]
 
-    running: list[tuple[int, str]] = []
-    over = 0
+    begun: list[tuple[int, str]] = []
+    over: list[tuple[int, str]] = []
 
     def run(case: tuple[int, str]) -> list[Row]:
-        nonlocal over
-        running.append(case)
+        begun.append(case)
         rows = _one(device, *case, ranks)
-        running.remove(case)
-        over += 1
+        over.append(case)
         # A run that is out of time reports its last line.
-        others = ", ".join(f"rank {victim} before {name}" for victim, name in running)
-        print(f"{over} of {len(plan)} kills are over; running: {others or 'none'}", file=sys.stderr, flush=True)
+        running = ", ".join(f"rank {victim} before {name}" for victim, name in set(begun) - set(over))
+        print(f"{len(over)} of {len(plan)} kills are over; running: {running or 'none'}", file=sys.stderr, flush=True)
         return rows
 
     with ThreadPoolExecutor(beside) as pool:

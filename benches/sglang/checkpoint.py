@@ -12,7 +12,7 @@ import os
 import sys
 
 import torch
-from experts import FORMATS
+from experts import FORMATS, plain
 from safetensors.torch import save_file
 
 folder, kind = sys.argv[1], sys.argv[2]
@@ -214,8 +214,8 @@ def made(*size):
 
 
 def linear(*size):
-    """A matrix of DeepSeek's attention, or of its shared expert, if that has another format than the experts."""
-    return format_of_experts.linear(randn(*size), rng)
+    """A matrix that is not an expert's, in the checkpoint's format of such matrices."""
+    return (format_of_experts.linear or plain)(randn(*size), rng)
 
 
 def save(name, tensors):
@@ -258,8 +258,8 @@ for n in range(layers):
         if model != "qwen":
             t[p + "mlp.gate.e_score_correction_bias"] = randn(E, scale=0.1).float()
         for expert in (*(f"experts.{e}" for e in range(E)), *(["shared_experts"] if model != "qwen" else [])):
-            shared_in_format = deepseek and name_of_format != "w4afp8"
-            store = made if expert != "shared_experts" or shared_in_format else linear
+            as_experts = expert != "shared_experts" or (deepseek and format_of_experts.linear is None)
+            store = made if as_experts else linear
             for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
                 t |= {f"{p}mlp.{expert}.{name}.{end}": part for end, part in store(*size).items()}
     else:

@@ -6,6 +6,7 @@ names, as the models' own checkpoints have them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,12 +74,13 @@ def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
 
     In a small checkpoint gate and up differ in their own scales. In a large one they do not: Marlin takes one for both.
     """
-    other = torch.ones((), device=rng.device)
     if rng.device.type == "cpu":
-        other = 2 * torch.rand((), generator=rng)
-    most = weight.abs().amax().float() if rng.device.type == "cpu" else 6 * torch.tensor(weight.shape[1]).rsqrt()
-    power = torch.round(torch.log2(most.to(weight.device) / (6 * E4M3_MAX)) + other)
-    blocks = weight.float().unflatten(1, (-1, 16)) / torch.exp2(power)
+        most, other = float(weight.abs().amax()), 2 * float(torch.rand((), generator=rng))
+    else:
+        # No number of a matrix of this many columns is larger than six standard deviations.
+        most, other = 6 * weight.shape[1] ** -0.5, 1.0
+    own = 2.0 ** round(math.log2(most / (6 * E4M3_MAX)) + other)
+    blocks = weight.float().unflatten(1, (-1, 16)) / own
     scale = (blocks.abs().amax(-1, keepdim=True) / 6).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     near = (blocks / scale.float()).abs()[..., None].sub(torch.tensor(E2M1, device=weight.device)).abs().argmin(
         -1
@@ -87,7 +89,7 @@ def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
     return {
         "weight": codes[:, 0::2] | (codes[:, 1::2] << 4),
         "weight_scale": scale[..., 0],
-        "weight_scale_2": torch.exp2(power),
+        "weight_scale_2": torch.tensor(own),
         "input_scale": torch.tensor(0.01),
     }
 
@@ -199,7 +201,8 @@ class Format:
     config: Callable[[int], Config] | None = None
     file: Callable[[int], Config] | None = None
     small_inner: int = 96  # intermediate size of a small model
-    linear: Callable[[Tensor, torch.Generator], Tensors] = plain  # what DeepSeek's attention is stored as
+    # DeepSeek's attention and shared expert. None: the attention is in bf16, and the shared expert is like the others.
+    linear: Callable[[Tensor, torch.Generator], Tensors] | None = None
 
 
 FORMATS = {
