@@ -392,6 +392,8 @@ def prepare_mxfp4(layer: Any) -> None:
     for name in ("w13", "w2"):
         codes, scales = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
         assert codes.dtype == torch.int8 and scales.dtype == torch.uint8
+        # The method has padded hidden sizes to what Marlin's tiles divide.
+        assert (2 * codes.shape[2] if name == "w13" else codes.shape[1]) % 256 == 0
         numbers = e2m1(codes.view(torch.uint8)) * e8m0(scales).repeat_interleave(32, -1)
         setattr(layer, f"{name}_weight", marlin.parameter(numbers))
 
@@ -522,6 +524,12 @@ def test_marlin_beside_the_routed_layer(
     assert {(kind[2], kind[4]) for kind in marlin_stand_in} == {(bias, zero) for bias in (0, 1) for zero in (0, 1)}
     assert __main__.main(["bench", "--shapes", "odd", *arguments[3:], "--format", "int4"]) == 0
     assert "NotImplementedError: SGLang refuses hidden size 64 with 128 a rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("format_name", ["bf16", "int4", "fp8_block", "fp8_tensor-token", "fp8_tensor-static"])
+def test_formats_whose_activations_sglang_rounds(format_name: str) -> None:
+    (weights,) = layers.weights_of(format_name, layers.Shape(3, 2, 256, 128), "cpu", 1)
+    assert sglang.rounds_activations(weights) == format_name.startswith("fp8")
 
 
 @pytest.mark.parametrize("format_name", ["int4", "int4-zeros"])

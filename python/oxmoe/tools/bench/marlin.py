@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.functional import pad
 
 from oxmoe.formats.int4 import Experts as Int4
 from oxmoe.tools.bench import sglang
@@ -43,6 +44,10 @@ def make_module(shape: Shape, item: Weights, group: int) -> Any:
     module.params_dtype = module.orig_dtype = torch.bfloat16
     module.quant_config = SimpleNamespace(group_size=group)
     return module
+
+
+def _padding(size: int, multiple: int) -> int:
+    return -size % multiple
 
 
 def parameter(tensor: Tensor | None) -> Parameter | None:
@@ -73,20 +78,25 @@ class Marlin(Backend):
         group = 64 if isinstance(first, Nvfp4) else self.group
         if not check_moe_marlin_supports_layer(module, group, allow_tile_padding=isinstance(first, Mxfp4)):
             raise NotImplementedError(f"SGLang refuses hidden size {shape.hidden} with {shape.intermediate} a rank")
+        self.hidden_pad = _padding(shape.hidden, 256) if isinstance(first, Mxfp4) else 0
         prepare = {Mxfp4: self._mxfp4, Nvfp4: self._nvfp4, Int4: self._int4}[type(first)]
         self.operands = [prepare(item) for item in weights]
 
     def _mxfp4(self, item: Weights) -> dict[str, Any]:
-        """Prepares a layer as Mxfp4MoEMethod does with --moe-runner-backend marlin."""
+        """Prepares a layer as Mxfp4MoEMethod does with --moe-runner-backend marlin: it pads both sizes."""
         from sglang.srt.layers.quantization import marlin_utils_fp4
 
         module = make_module(self.shape, item, self.group)
+        # A layer of [gate; up] is padded later, half by half.
+        intermediate = _padding(self.shape.intermediate, 128) if self.shape.gpt_oss else 0
         for name, matrix, bias in (("w13", item.w13, item.b13), ("w2", item.w2, item.b2)):
-            # The codes are the loader's bytes; the scales are copied, because they are put into place.
-            setattr(module, f"{name}_weight", parameter(matrix.codes.view(torch.int8)))
-            setattr(module, f"{name}_weight_scale", parameter(matrix.scales.clone()))
+            rows, columns = (2 * intermediate, self.hidden_pad) if name == "w13" else (self.hidden_pad, intermediate)
+            # Padding copies the scales, which are put into place later.
+            codes, scales = matrix.codes.view(torch.uint8), matrix.scales
+            setattr(module, f"{name}_weight", parameter(pad(codes, (0, columns // 2, 0, rows)).view(torch.int8)))
+            setattr(module, f"{name}_weight_scale", parameter(pad(scales, (0, columns // self.group, 0, rows)).clone()))
             if bias is not None:
-                setattr(module, f"{name}_weight_bias", parameter(bias.clone()))
+                setattr(module, f"{name}_weight_bias", parameter(pad(bias, (0, rows)).clone()))
         if self.shape.gpt_oss:
             marlin_utils_fp4.deinterleave_moe_mxfp4_w13_for_marlin(module)
         marlin_utils_fp4.prepare_moe_mxfp4_layer_for_marlin(module)
@@ -180,10 +190,10 @@ class Marlin(Backend):
         if "workspace" not in operands:
             operands = {**operands, "workspace": self.make_workspace(inputs.x.device, max_blocks_per_sm=4)}
         result: Tensor = self.fused_marlin_moe(
-            hidden_states=inputs.x,
+            hidden_states=pad(inputs.x, (0, self.hidden_pad)) if self.hidden_pad else inputs.x,
             gating_output=inputs.router_logits,
             topk_weights=topk_weights,
             topk_ids=topk_ids,
             **operands,
         )
-        return result
+        return result[:, : self.shape.hidden]
