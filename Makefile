@@ -19,9 +19,10 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
-# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports. The result is kept even
-# if the environment asks for none: hundreds of processes import torch or SGLang, and compiling doubles the time of an import.
-export PIP_NO_COMPILE := 1
+# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports. For pip 0 means yes here,
+# as for all of its variables whose names begin with NO. The result is kept even if the environment asks for none: hundreds of processes
+# import torch or SGLang, and compiling doubles the time of an import.
+export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 WHEELS := $(CURDIR)/target/wheels
 
@@ -44,15 +45,24 @@ CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(PYTHON) LI
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt $(PEERS)
+# A newer pip than Python's own one needs half of the time to choose among a project's files. The installations that follow need no more
+# than pip, so that they run beside each other.
+$(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
-	rm -rf $(VENV)/peers
-	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/peers -r $(PEERS)
+	$(BIN)/python -m pip install --quiet --upgrade pip
 	touch $@
 
-$(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.made
+$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt $(VENV)/peers/.made | $(VENV)/.pip
+	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
+	touch $@
+
+$(VENV)/peers/.made: $(PEERS) | $(VENV)/.pip
+	rm -rf $(@D)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	touch $@
+
+$(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.pip
 	rm -rf $(@D)
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
 	touch $@
@@ -84,10 +94,10 @@ python-names: install
 
 sglangs: $(OLD_FOLDERS:=/.made) # the older SGLang releases
 
-# Two jobs run at a time: first lints beside the build and installation, then stubs and Rust tests beside the Python tests. pytest's
-# output is seen as it runs; the output of the others follows in one piece, and a failure of theirs ends it.
+# Lints run beside the build and the installations, which wait for the network most of the time. Then stubs and Rust tests run beside the
+# Python tests. pytest's output is seen as it runs; the output of the others follows in one piece, and a failure of theirs ends it.
 test: ## lints, stubs, Rust tests, Python tests that need no GPU
-	+$(MAKE) --no-print-directory -j 2 install sglangs lint-kept
+	+$(MAKE) --no-print-directory -j 4 install sglangs lint-kept
 	+$(MAKE) --no-print-directory -k stubs rust-test INSTALLED=1 > target/others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory python-test INSTALLED=1; python=$$?; \
 	wait $$others; others=$$?; cat target/others.log target/lint.log; exit $$((python != 0 || others != 0 || $$(cat target/lint.status) != 0))

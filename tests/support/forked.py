@@ -1,8 +1,9 @@
 """Python processes of their own for tests, which begin with other projects' packages imported.
 
-A test that needs a new process spends most of its time importing torch, or what SGLang imports. `run` has a process do
-that once for all tests of a pytest process, and forks each new process from it. Nothing of oxmoe and nothing of SGLang
-is imported before the fork, and that process starts no thread, so the new one imports them as any program does.
+A test that needs a new process spends most of its time importing torch, or what SGLang imports. A process does that
+once for all tests of a pytest process, and `run` and `start` have it fork each new process. Nothing of oxmoe and
+nothing of SGLang is imported before the fork, and that process starts no thread, so the new one imports them as any
+program does.
 
 The end of a process is that of any program, too, but those packages are left as they are: to take them apart would take
 longer than what most processes do. Objects of modules that are imported after the fork go, as do static objects of
@@ -67,15 +68,63 @@ def run(
     return subprocess.CompletedProcess([sys.executable, *command], status, *texts)
 
 
+class Started:
+    """A process that `start` began, in a session of its own; its methods and fields are those of `subprocess.Popen`."""
+
+    def __init__(self, pid: int, end: socket.socket) -> None:
+        self.pid, self._end = pid, end
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._end.settimeout(timeout)
+            try:
+                self.returncode = _number(_exactly(self._end, 8))
+            except (TimeoutError, BlockingIOError):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+            self._end.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start(
+    *arguments: str | Path,
+    env: dict[str, str],
+    output: IO[str],
+    cwd: str | Path,
+    packages: tuple[str, ...],
+    before: dict[str, str],
+) -> Started:
+    """Starts `python arguments...`, whose first is a file, and does not wait for it. It has no input.
+
+    env: the whole environment of the process
+    output: where its output and its errors go
+    packages: what is imported before it begins
+    before: variables that differ from this process's while packages are imported, such as PYTHONPATH
+    """
+    parent = _parent(packages, tuple(sorted(before.items())))
+    return parent.start(list(map(str, arguments)), env, str(cwd), output)
+
+
 class _Parent:
     """The process that the others are forked from."""
 
-    def __init__(self, packages: tuple[str, ...]) -> None:
+    def __init__(self, packages: tuple[str, ...], before: tuple[tuple[str, str], ...]) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno()), *packages]
             self.process = subprocess.Popen(
                 command,
+                env={**os.environ, **dict(before)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -86,17 +135,29 @@ class _Parent:
         self.socket.close()
         self.process.wait(10)
 
+    def _send(self, request: dict[str, Any], files: list[int]) -> None:
+        text = json.dumps(request).encode()
+        self.socket.settimeout(None)
+        socket.send_fds(self.socket, [_bytes(len(text))], files)
+        self.socket.sendall(text)
+
+    def start(self, command: list[str], env: dict[str, str], cwd: str, output: IO[str]) -> Started:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._send(
+                {"command": command, "env": env, "cwd": cwd, "waited": False},
+                [output.fileno(), output.fileno(), theirs.fileno()],
+            )
+        return Started(_number(_exactly(ours, 8)), ours)
+
     def fork(
         self, command: list[str], env: dict[str, str], cwd: str, out: IO[bytes], errors: IO[bytes], timeout: float
     ) -> int:
-        text = json.dumps({"command": command, "env": env, "cwd": cwd}).encode()
-        self.socket.settimeout(None)
-        socket.send_fds(self.socket, [len(text).to_bytes(8, "little")], [out.fileno(), errors.fileno()])
-        self.socket.sendall(text)
-        child = int.from_bytes(_exactly(self.socket, 8), "little")
+        self._send({"command": command, "env": env, "cwd": cwd, "waited": True}, [out.fileno(), errors.fileno()])
+        child = _number(_exactly(self.socket, 8))
         self.socket.settimeout(timeout)
         try:
-            return int.from_bytes(_exactly(self.socket, 8), "little", signed=True)
+            return _number(_exactly(self.socket, 8))
         except TimeoutError:
             os.kill(child, signal.SIGKILL)
             self.socket.settimeout(None)
@@ -105,8 +166,16 @@ class _Parent:
 
 
 @functools.cache
-def _parent(packages: tuple[str, ...]) -> _Parent:
-    return _Parent(packages)
+def _parent(packages: tuple[str, ...], before: tuple[tuple[str, str], ...] = ()) -> _Parent:
+    return _Parent(packages, before)
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(8, "little", signed=True)
+
+
+def _number(data: bytes) -> int:
+    return int.from_bytes(data, "little", signed=True)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -123,25 +192,50 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def _next_child(connection: socket.socket) -> dict[str, Any]:
-    """Forks a process for each request, and waits for its end. Returns in each child, with what it is to run."""
+    """Forks a process for each request. Returns in each child, with what it is to run."""
     while True:
-        head, files, *_ = socket.recv_fds(connection, 8, 2)
+        head, files, *_ = socket.recv_fds(connection, 8, 3)
         if not head:
             os._exit(0)
         head += _exactly(connection, 8 - len(head)) if len(head) < 8 else b""
-        request: dict[str, Any] = json.loads(_exactly(connection, int.from_bytes(head, "little")))
+        request: dict[str, Any] = json.loads(_exactly(connection, _number(head)))
         sys.stdout.flush()
-        if (child := os.fork()) == 0:
+        if request["waited"]:
+            if (child := os.fork()) == 0:
+                connection.close()
+                return _with_output(request, files)
+            _report(child, connection)
+        elif (between := os.fork()) == 0:
+            # A process of its own waits for the new one's end, and nobody waits for that process.
             connection.close()
-            for number, file in enumerate(files, 1):
-                os.dup2(file, number)
-                os.close(file)
-            return request
+            if os.fork():
+                os._exit(0)
+            os.setsid()
+            end = socket.socket(fileno=files.pop())
+            if (child := os.fork()) == 0:
+                end.close()
+                os.setsid()
+                return _with_output(request, files)
+            _report(child, end)
+            os._exit(0)
+        else:
+            os.waitpid(between, 0)
         for file in files:
             os.close(file)
-        connection.sendall(child.to_bytes(8, "little"))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(status.to_bytes(8, "little", signed=True))
+
+
+def _with_output(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+    for number, file in enumerate(files, 1):
+        os.dup2(file, number)
+        os.close(file)
+    return request
+
+
+def _report(child: int, connection: socket.socket) -> None:
+    """Sends a child's number, and after its end its status."""
+    connection.sendall(_bytes(child))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    connection.sendall(_bytes(status))
 
 
 def _folders(environment: Mapping[str, str]) -> list[str]:

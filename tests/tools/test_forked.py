@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,3 +50,48 @@ def test_a_library_that_is_loaded_after_the_fork_ends_its_objects(tmp_path: Path
 def test_packages_are_there_before_the_fork() -> None:
     done = forked.run("-c", "import sys; print('torch' in sys.modules, 'oxmoe' in sys.modules)")
     assert done.stdout == "True False\n", done.stderr
+
+
+def started(folder: Path, program: str, *arguments: str) -> tuple[forked.Started, Path]:
+    (folder / "program.py").write_text(program)
+    path = folder / "output"
+    with path.open("w") as output:
+        process = forked.start(
+            folder / "program.py",
+            *arguments,
+            env={**os.environ, "GIVEN": "variable"},
+            output=output,
+            cwd=folder,
+            packages=("numpy",),
+            before={"BEFORE": "import"},
+        )
+    return process, path
+
+
+def test_processes_run_beside_each_other(tmp_path: Path) -> None:
+    """Each runs in a session of its own, and its status is there once it has ended."""
+    program = (
+        "import os, signal, sys, time\n"
+        "print(sys.argv[1:], os.environ['GIVEN'], os.environ.get('BEFORE'), os.getcwd(), 'numpy' in sys.modules)\n"
+        "print(os.getsid(0) == os.getpid(), sys.stdin.read(), file=sys.stderr, flush=True)\n"
+        "time.sleep(60 if sys.argv[1] == 'long' else 0)\n"
+        "raise SystemExit(7)\n"
+    )
+    folders = [tmp_path / name for name in ("long", "short")]
+    for folder in folders:
+        folder.mkdir()
+    (long, _), (short, output) = (started(folder, program, folder.name) for folder in folders)
+    assert short.wait(60) == 7 == short.poll() == short.returncode
+    # A line of errors is there when it is written, and one of the output when the process ends.
+    assert sorted(output.read_text().splitlines()) == sorted(
+        [f"['short'] variable None {folders[1]} True", "True "],
+    )
+    short.send_signal(signal.SIGTERM)  # nobody gets it
+    assert long.poll() is None and long.returncode is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        long.wait(0.01)
+    assert os.getsid(long.pid) == long.pid != os.getsid(0)
+    long.send_signal(signal.SIGTERM)
+    assert long.wait(60) == -signal.SIGTERM
+    with pytest.raises(ProcessLookupError):
+        os.kill(long.pid, 0)

@@ -20,6 +20,7 @@ from typing import Any
 
 import psutil
 
+import forked
 import oxmoe
 
 HERE = Path(__file__).parent
@@ -123,24 +124,39 @@ class Server:
             "RAYON_NUM_THREADS": "1",
             **({"SGLANG_CPU_OMP_THREADS_BIND": _two_cores()} if ranks == 2 else {}),
         }
-        # Spare processes become a scheduler for each rank, and the detokenizer.
-        start = [str(HERE / "spares.py"), str(ranks + 1)] if spares else ["-m"]
-        command = [sys.executable, *start, "sglang.launch_server", "--model-path", str(checkpoint)]
+        command = ["sglang.launch_server", "--model-path", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--device", "cpu", "--dtype", "bfloat16"]
         command += ["--tp-size", str(ranks)]
         # A radix cache would need the torch that SGLang pins; an idle scheduler would take a whole core.
         command += ["--disable-radix-cache", "--sleep-on-idle", "--max-total-tokens", "16384"]
         command += ["--sampling-backend", "pytorch", "--grammar-backend", "none", *options]
+        self.process: subprocess.Popen[bytes] | forked.Started
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command,
-                env=environment,
-                cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            if spares:
+                # Spare processes become a scheduler for each rank, and the detokenizer.
+                self.process = forked.start(
+                    HERE / "spares.py",
+                    str(ranks + 1),
+                    *command,
+                    env=environment,
+                    output=log,
+                    cwd=folder,
+                    packages=forked.SGLANG,
+                    before={
+                        "PYTHONPATH": os.pathsep.join(map(str, release.folders)),
+                        **{name: environment[name] for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")},
+                    },
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-m", *command],
+                    env=environment,
+                    cwd=folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         # The guard ends the group when its input ends: a test run that is killed leaves no server behind.
         self.guard = subprocess.Popen(
             ["/bin/sh", "-c", f"cat; kill -s KILL -- -{self.process.pid}"],

@@ -1,17 +1,15 @@
-"""`python spares.py COUNT sglang.launch_server ...` runs a server whose processes share the imports of other projects.
+"""`spares.py COUNT sglang.launch_server ...` runs a server whose processes share the imports of other projects.
 
 A server starts a scheduler for each rank and a detokenizer by multiprocessing's "spawn". Each of them imports torch and
-all that SGLang takes from other projects, which is most of a start. Here the server's own process does it once, before
-SGLang is imported, and forks COUNT spare processes that wait. A process that the server spawns is then one of them:
-a child of the server as before, with the same command, the same descriptors under the same numbers, and the
-environment that the server has at that time. The server starts more processes than that in the usual way.
+all that SGLang takes from other projects, which is most of a start. `forked.start` begins this program with all of that
+imported. Before it imports SGLang, it forks COUNT spare processes that wait. A process that the server spawns is then
+one of them: a child of the server as before, with the same command, the same descriptors under the same numbers, and
+the environment that the server has at that time. The server starts more processes than that in the usual way.
 """
 
 from __future__ import annotations
 
 import fcntl
-import importlib
-import importlib.util
 import json
 import multiprocessing.util
 import os
@@ -21,20 +19,9 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 _SPAWNED = re.compile(r"from multiprocessing\.spawn import spawn_main; spawn_main\(.*\)")
-
-
-def _packages() -> tuple[str, ...]:
-    """Returns `forked.SGLANG`, whose file is not on the path of a server."""
-    spec = importlib.util.spec_from_file_location("forked", Path(__file__).parents[1] / "forked.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    packages: tuple[str, ...] = module.SGLANG
-    return packages
 
 
 class Spare:
@@ -100,11 +87,6 @@ def main() -> None:
     count, module, *arguments = sys.argv[1:]
     # This file's folder comes first on the path of a script, and has no part in a server's.
     sys.path[:1] = [os.getcwd()]
-    for package in _packages():
-        try:
-            importlib.import_module(package)
-        except ImportError:
-            continue
     spares: list[Spare] = []
     for _ in range(int(count)):
         ours, theirs = socket.socketpair()
