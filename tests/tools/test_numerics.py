@@ -19,6 +19,7 @@ from oxmoe.tools.bench import layers
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
 RESULTS = ROOT / "benches" / "results" / "numerics_cpu.jsonl"
+GPU_RESULTS = ROOT / "benches" / "results" / "numerics_h200.jsonl"
 PAGE = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
 # The norm of rounding normal numbers to bf16's 8 bits: errors are uniform in a step, which is 2^-7 of a power of two.
 ROUNDING = math.sqrt(
@@ -171,6 +172,18 @@ def test_every_format_is_measured() -> None:
 def test_the_tables_of_the_page(part: str) -> None:
     assert f"\n\n{numerics.table(ROWS, part)}\n\n" in PAGE
     assert f"`{ROWS[0]['run']}`" in PAGE and f"seed {ROWS[0]['seed']}" in PAGE
+
+
+def test_the_table_of_a_gpu() -> None:
+    """A GPU has no fp32 layer. Weights and activations are those of the CPU's run, so they have the same errors."""
+    rows = numerics.recorded(GPU_RESULTS)
+    text = numerics.table(rows, "arithmetic")
+    assert f"\n\n{text}\n\n" in PAGE and "`f32`" not in text and f"`{rows[0]['run']}`" in PAGE
+    assert len(rows) == len(ROWS) - len(numerics.INPUTS)
+    on_cpu = {(row["format"], row["inputs"]): row for row in ROWS}
+    for row in rows:
+        other = on_cpu[row["format"], row["inputs"]]
+        assert all(row[part] == pytest.approx(other[part], rel=1e-3) for part in ("weights", "activations"))
 
 
 @pytest.mark.parametrize("name", numerics.charts(ROWS))
