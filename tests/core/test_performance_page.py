@@ -118,3 +118,28 @@ def test_numbers_of_the_readme_are_of_the_page() -> None:
 
 def test_readme_is_one_screen() -> None:
     assert README.count("\n") <= 65
+
+
+def test_the_layers_of_models() -> None:
+    """The section's table has a row for each M, and for each model oxmoe's time, a peer's, and their ratio."""
+    results = ROOT / "benches" / "results" / "h200_models.jsonl"
+    recorded = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    section = PAGE.split("\n## Layers of three models beside SGLang 0.5.23\n")[1].split("\n## ")[0]
+    peers = {"Qwen3-30B-A3B-FP8": "sglang-triton", "Qwen3-30B-A3B": "sglang-triton", "Kimi-K2-Thinking": "marlin"}
+    tokens = sorted({row["tokens"] for row in recorded})
+    lines = [line for line in section.splitlines() if re.match(r"\| \d", line)]
+    assert len(lines) == len(tokens)
+    for line, count in zip(lines, tokens, strict=True):
+        expected = [str(count)]
+        for model, peer in peers.items():
+            run = f"model_{model}_2026-11-28"
+            assert f"`{run}`" in section
+            ours, theirs = (
+                next(row["us"] for row in recorded if (row["run"], row["backend"], row["tokens"]) == (run, name, count))
+                for name in ("oxmoe", peer)
+            )
+            shown = [f"{ours:.1f}", f"{theirs:.1f}"]
+            faster = int(theirs < ours)
+            shown[faster] = f"**{shown[faster]}**"
+            expected += [*shown, f"{theirs / ours:.2f}"]
+        assert line == f"| {' | '.join(expected)} |"
