@@ -26,8 +26,9 @@ export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 WHEELS := $(CURDIR)/target/wheels
 
-# Number of test processes beside each other; each has its share of the cores (tests/conftest.py).
-JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n : 8)))
+# Number of test processes beside each other; each has its share of the cores (tests/conftest.py). It is one more than there are cores,
+# because some tests wait.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not multi_gpu and not server"
 # Each class starts servers of its own. It stays in one process, and as many servers start at a time as there are processes.
 SERVER_TESTS = $(BIN)/python -m pytest -n $(JOBS) --dist loadscope tests/sglang/test_sglang_server.py

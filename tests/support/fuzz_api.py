@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import forked
 import fuzz_calls
 import fuzz_numbers
 from fuzz_dlpack import Foreign, Lying
@@ -57,6 +58,8 @@ DRAWS = [
         if name.startswith("draw_") and "matrix" not in name
     ),
 ]
+# What a process of calls begins with: a fake tensor imports the compiler.
+PACKAGES = (*forked.TORCH, "torch._dynamo")
 # Bytes of a call's address space beyond what the process has when it starts, and a call's seconds.
 ROOM, LONGEST = 3 << 30, 30
 
@@ -220,9 +223,9 @@ def wrong_with(
 # Processes
 
 
-def work(seed: int, first: int, count: int, report: int) -> None:
-    """Makes calls first ... first + count - 1. Writes a line to the file `report` before each call and for each
-    failure."""
+def work(seed: int, first: int, count: int, path: str) -> None:
+    """Makes calls first ... first + count - 1. Writes a line to the file before each call and for each failure."""
+    report = os.open(path, os.O_WRONLY | os.O_APPEND)
     torch.set_num_threads(1)
     faulthandler.enable()
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -265,30 +268,17 @@ def _again(seed: int, number: int) -> str:
 
 def _batch(seed: int, first: int, count: int, run: Run, until: float) -> int:
     """Runs one process. Returns the number of the call to go on with."""
-    with tempfile.TemporaryFile("w+") as report, tempfile.TemporaryFile("w+") as errors:
-        command = [
-            sys.executable,
-            __file__,
-            "--seed",
-            str(seed),
-            "--work",
-            str(first),
-            str(count),
-            str(report.fileno()),
-        ]
-        environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(command, stdout=errors, stderr=errors, env=environment, pass_fds=[report.fileno()])
-        late = False
+    environment = {**os.environ, "RAYON_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    status, text = 0, ""
+    with tempfile.NamedTemporaryFile("r") as report:
+        command = [__file__, "--seed", str(seed), "--work", str(first), str(count), "--report", report.name]
         try:
-            process.wait(max(1.0, until - time.monotonic()))
+            left = max(1.0, until - time.monotonic())
+            done = forked.run(*command, env=environment, packages=PACKAGES, timeout=left)
+            status, text, late = done.returncode, done.stdout + done.stderr, False
         except subprocess.TimeoutExpired:
             late = True
-            process.kill()
-            process.wait()
-        report.seek(0)
         lines = [json.loads(line) for line in report if line.endswith("\n")]
-        errors.seek(0)
-        text = errors.read()
     last = first - 1
     for kind, *line in lines:
         if kind == "call":
@@ -301,13 +291,13 @@ def _batch(seed: int, first: int, count: int, run: Run, until: float) -> int:
     run.calls += last - first + 1
     if late:
         return first + count
-    if process.returncode != 0:
-        ended = f"signal {signal.Signals(-process.returncode).name}" if process.returncode < 0 else process.returncode
+    if status != 0:
+        ended = f"signal {signal.Signals(-status).name}" if status < 0 else status
         described = describe(draw(seed, last)) if last >= first else ""
         tail = "\n".join("      " + line for line in text.strip().splitlines()[-25:])
         again = _again(seed, last)
         run.add(f"call {last} of seed {seed}: ended the process ({ended})\n    {described}\n{again}\n{tail}")
-    return last + 1 if process.returncode != 0 else first + count
+    return last + 1 if status != 0 else first + count
 
 
 def fuzz(
@@ -335,12 +325,13 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first call")
     parser.add_argument("--failures", type=int, default=20, help="how many end the run")
     parser.add_argument("--call", type=int, help="this one alone")
-    parser.add_argument("--work", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--report", help=argparse.SUPPRESS)
     given = parser.parse_args()
     # Half a surrogate pair is one of the strings that calls get.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if given.work:
-        return work(given.seed, *given.work)
+        return work(given.seed, *given.work, given.report)
     if given.call is not None:
         call = draw(given.seed, given.call)
         faulthandler.enable()

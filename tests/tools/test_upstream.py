@@ -84,8 +84,8 @@ def test_limit(tmp_path: Path) -> None:
     """A file that takes too long is ended, with the processes that its tests started."""
     write(tmp_path, SLOW)
     start = time.monotonic()
-    code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu", "--limit", "20")
-    assert code == 1 and "ended after 20 s" in said and "test_fp8_quantize.py: 1 error in 2" in said, said
+    code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu", "--limit", "6")
+    assert code == 1 and "ended after 6 s" in said and "test_fp8_quantize.py: 1 error in " in said, said
     assert time.monotonic() - start < 200
 
 
