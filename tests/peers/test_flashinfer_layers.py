@@ -11,7 +11,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import tie_free_groups
-from flashinfer_call import peer, require, require_blackwell
+from flashinfer_call import peer, release, require, require_blackwell
 from oxmoe import quantize
 from oxmoe.testing import relative_norm, same_bits
 
@@ -93,7 +93,9 @@ def test_cutlass(format: str, tokens: int, rng: torch.Generator, tmp_path: Path)
     w13, w2 = (w.cuda() for w in weights)
     if format == "mxfp4":
         assert given is not None
-        pairs = [quantize.interleave_sm90_mxfp4(w, s, flashinfer="0.7") for w, s in zip((w13, w2), given, strict=True)]
+        pairs = [
+            quantize.interleave_sm90_mxfp4(w, s, flashinfer=release()) for w, s in zip((w13, w2), given, strict=True)
+        ]
         (w13, w2), given = (pair[0] for pair in pairs), [pair[1] for pair in pairs]
     dtype = theirs.dtype
     (ours,) = oxmoe.cutlass_fused_moe(
@@ -184,7 +186,7 @@ def test_interleaved_mxfp4(rows: int, rng: torch.Generator, tmp_path: Path) -> N
     codes = torch.randint(256, (E, rows, H // 2), dtype=torch.uint8, generator=rng)
     scales = torch.randint(120, 130, (E, rows, H // 32), dtype=torch.uint8, generator=rng)
     theirs = peer("interleave", {"codes": codes, "scales": scales}, tmp_path)
-    ours = quantize.interleave_sm90_mxfp4(codes, scales, flashinfer="0.7")
+    ours = quantize.interleave_sm90_mxfp4(codes, scales, flashinfer=release())
     for name, part in zip(("codes", "scales"), ours, strict=True):
         assert same_bits(part.view(torch.uint8).reshape(-1), theirs[name].reshape(-1)), name
 

@@ -28,11 +28,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-MODULES = ("dsv3_fused_routing", "trtllm_comm", "monomoe", "fused_moe_90")
+# Module -> the file of flashinfer.jit and its function that describe it.
+GENERATORS = {
+    "dsv3_fused_routing": ("dsv3_optimizations", "gen_dsv3_fused_routing_module"),
+    "trtllm_comm": ("comm", "gen_trtllm_comm_module"),
+    "monomoe": ("monomoe", "gen_monomoe_module"),
+    "fused_moe_90": ("fused_moe", "gen_cutlass_fused_moe_sm90_module"),
+}
+MODULES = tuple(GENERATORS)
 # Format of the tests -> activations and weights of its kernels, in the words of fused_moe_90's file names.
 FORMATS = {
     "bf16": ("bf16", "bf16"),
@@ -41,7 +49,9 @@ FORMATS = {
     "fp8_block": ("bf16", "fp8"),
     "mxfp4": ("bf16", "fp4"),
 }
-TYPES = {"__nv_bfloat16": "bf16", "half": "fp16", "__nv_fp8_e4m3": "fp8", "SafeFP4": "fp4", "Fp4Type": "fp4"}
+TYPES = {"__nv_bfloat16": "bf16", "half": "fp16", "__nv_fp8_e4m3": "fp8"}
+# flashinfer 0.6.11 has the last of these, and 0.7.2 the other two.
+TYPES |= dict.fromkeys(("SafeFP4", "Fp4Type", "__nv_fp4_e2m1"), "fp4")
 # Launchers in generated files are a macro for weights of the activations' type, and a template for others.
 OPERANDS = (
     re.compile(r"INSTANTIATE_TMA_WARP_SPECIALIZED_MOE_GEMM\(\s*Sm90\s*,\s*(\w+)\s*,\s*(\w+)\s*,"),
@@ -145,19 +155,15 @@ def complete(home: Path, links: Path) -> None:
         os.environ[variable] = f"{os.environ.get(variable, '')} {more}".strip()
 
 
-def generators() -> dict[str, Callable[[], Any]]:
-    from flashinfer.jit.comm import gen_trtllm_comm_module
-    from flashinfer.jit.dsv3_optimizations import gen_dsv3_fused_routing_module
-    from flashinfer.jit.fused_moe import gen_cutlass_fused_moe_sm90_module
-    from flashinfer.jit.monomoe import gen_monomoe_module
+def generator(name: str) -> Callable[[], Any]:
+    """Returns flashinfer's function that describes a module."""
+    from flashinfer import jit
 
-    made = (
-        gen_dsv3_fused_routing_module,
-        gen_trtllm_comm_module,
-        gen_monomoe_module,
-        gen_cutlass_fused_moe_sm90_module,
-    )
-    return dict(zip(MODULES, made, strict=True))
+    file, function = GENERATORS[name]
+    if find_spec(f"{jit.__name__}.{file}") is None:
+        sys.exit(f"{name}: expected a flashinfer that has jit.{file}, got {metadata.version('flashinfer-python')}")
+    made: Callable[[], Any] = getattr(import_module(f"{jit.__name__}.{file}"), function)
+    return made
 
 
 def has_operands(text: str, formats: set[tuple[str, str]]) -> bool:
@@ -376,10 +382,9 @@ def main() -> int:
 
     folder = Path(env.FLASHINFER_JIT_DIR)
     complete(home, folder / "oxmoe_links")
-    of_names = generators()
     modules = []
     for name in given.modules or MODULES:
-        spec = of_names[name]()
+        spec = generator(name)()
         some = formats if name == "fused_moe_90" else []
         # The layer's code is compiled before the GEMMs, because a file of it takes longer.
         spec.sources.sort(key=lambda source: not Path(source).stem.endswith("_instantiation"))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,6 +31,11 @@ def require(*modules: str) -> None:
     for module in modules:
         if not (built / module / f"{module}.so").is_file():
             pytest.skip(f"flashinfer's module {module} is not prebuilt (tests/support/build_flashinfer.py {module})")
+
+
+def release() -> Literal["0.6", "0.7"]:
+    """Returns which of its two forms of MXFP4 weights the installed flashinfer has."""
+    return "0.6" if metadata.version("flashinfer-python").startswith("0.6.") else "0.7"
 
 
 def require_blackwell(call: str) -> None:
