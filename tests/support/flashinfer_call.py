@@ -67,8 +67,10 @@ def _cutlass(
     w13: torch.Tensor,
     w2: torch.Tensor,
     scales: Any,
+    tokens: int,
     **flags: Any,
 ) -> dict[str, torch.Tensor]:
+    """Calls the layer for `tokens` rows at a time."""
     from flashinfer.fused_moe import cutlass_fused_moe
 
     w4 = flags.get("use_w4_group_scaling", False)
@@ -79,10 +81,11 @@ def _cutlass(
         w13, w2 = of_weights(w13), of_weights(w2)
         scales = [of_scales(scale).view(torch.int32) for scale in scales]
     out = torch.empty(x.shape, dtype=torch.bfloat16 if x.element_size() == 1 else x.dtype, device=x.device)
-    cutlass_fused_moe(
-        input=x, token_selected_experts=ids, token_final_scales=gates, fc1_expert_weights=w13, fc2_expert_weights=w2,
-        output_dtype=out.dtype, quant_scales=scales, output=out, **flags,
-    )  # fmt: skip
+    for x_, ids_, gates_, out_ in zip(*(rows.split(tokens) for rows in (x, ids, gates, out)), strict=True):
+        cutlass_fused_moe(
+            input=x_, token_selected_experts=ids_, token_final_scales=gates_, fc1_expert_weights=w13,
+            fc2_expert_weights=w2, output_dtype=out.dtype, quant_scales=scales, output=out_, **flags,
+        )  # fmt: skip
     return {"out": out}
 
 
