@@ -113,6 +113,18 @@ def test_layers(tokens: int, device: str, rng: torch.Generator) -> None:
     assert same_bits(by_ids(x, packed, **given | nothing, **sizes(), weights=prepared), wanted)
 
 
+def test_shape_of_flashinfers_docstring(device: str, rng: torch.Generator) -> None:
+    """flashinfer's kernel reads the bytes of weights whatever their shape is, and its docstring has three
+    dimensions."""
+    given = arguments(make(SHAPE, rng), device)
+    x = make_x(9, SHAPE, torch.bfloat16, device, rng)
+    gates, ids = routed(9, SHAPE, device, rng)
+    wanted = by_ids(x, (ids, gates), **given, **sizes())
+    flat = {"gemm1_weights": (8, 1024, 128), "gemm2_weights": (8, 256, 256)}
+    given |= {name: given[name].view(shape) for name, shape in flat.items()}
+    assert bool(wanted.any()) and same_bits(by_ids(x, (ids, gates), **given, **sizes()), wanted)
+
+
 @pytest.mark.parametrize(
     ("device", "tokens"),
     [("cpu", 1), *(pytest.param("cuda", tokens, marks=pytest.mark.gpu) for tokens in (1, 7, 65))],
@@ -265,8 +277,10 @@ def test_refusals(rng: torch.Generator) -> None:
         (NotImplementedError, f"{name}: no kernel for valid_hidden_size", {"valid_hidden_size": 128}),
         (NotImplementedError, f"{name}: no kernel for .*valid_intermediate_size", {"valid_intermediate_size": 128}),
         (NotImplementedError, f"{name}: no kernel for hidden_states of float16; served is bfloat16", {"x": x.half()}),
-        (ValueError, r"gemm1_weights: expected uint8 \[experts, K / 256, rows, 128\] \(BlockMajorK\), got uint8 \[8, ",
-         {"gemm1_weights": made.w13}),
+        (ValueError, r"gemm1_weights: expected uint8 \[experts, K / 256, rows, 128\] .*, got uint8 \[8, 1024, 120\]",
+         {"gemm1_weights": made.w13[..., :120]}),
+        (ValueError, r"gemm1_weights: expected uint8 .* or its bytes as \[experts, rows, K / 2\], got uint8 \[8, 2, ",
+         {"gemm1_weights": given["gemm1_weights"].view(8, 2, 1024, 64)}),
         (ValueError, r"gemm2_weights: expected uint8 .* got int8",
          {"gemm2_weights": given["gemm2_weights"].view(torch.int8)}),
         (ValueError, r"gemm1_weights: dimension 2: expected a multiple of 128 rows, got 1000",

@@ -28,11 +28,16 @@ def _plain(name: str, weights: Tensor, scale: Tensor, *, gated: bool) -> tuple[T
     import torch
 
     check_tensor(name, weights)
-    if weights.dim() != 4 or weights.shape[3] != BLOCK_BYTES or weights.dtype != torch.uint8:
+    # flashinfer's docstring has three dimensions, and its kernel reads the same bytes whatever the shape is.
+    flat = weights.dim() == 3 and weights.shape[2] % BLOCK_BYTES == 0
+    blocked = weights.dim() == 4 and weights.shape[3] == BLOCK_BYTES
+    if not (flat or blocked) or weights.dtype != torch.uint8:
         raise ValueError(
-            f"{name}: expected uint8 [experts, K / {2 * BLOCK_BYTES}, rows, {BLOCK_BYTES}] (BlockMajorK), got "
-            f"{name_of(weights.dtype)} {list(weights.shape)}"
+            f"{name}: expected uint8 [experts, K / {2 * BLOCK_BYTES}, rows, {BLOCK_BYTES}] (BlockMajorK), or its bytes "
+            f"as [experts, rows, K / 2], got {name_of(weights.dtype)} {list(weights.shape)}"
         )
+    if flat:
+        weights = weights.reshape(weights.shape[0], -1, weights.shape[1], BLOCK_BYTES)
     experts, blocks, rows, _ = weights.shape
     if rows % _ROWS:
         raise ValueError(f"{name}: dimension 2: expected a multiple of {_ROWS} rows, got {rows}")
@@ -61,9 +66,10 @@ def prepare_trtllm_mxint4_block_scale_moe(
 
     gemm1 uint8 [El, H / 256, 2I, 128] and gemm2 [El, I / 256, H, 128], two codes of two's complement a byte, in the
     form of flashinfer's prepare_trtllm_mxint4_weights: rows of w13, [up; gate], alternate; rows of both then went
-    through shuffle_matrix_a with epilogue_tile_m 128, and the bytes of a row lie in blocks of 128 (BlockMajorK). A bf16
-    scale for 32 columns: [El, 2I, H / 32] and [El, H, I / 32], or any shapes with as many; their rows went through the
-    same, and each expert's through block_scale_interleave. H and I are multiples of 256.
+    through shuffle_matrix_a with epilogue_tile_m 128, and the bytes of a row lie in blocks of 128 (BlockMajorK). The
+    same bytes may have the shapes [El, 2I, H / 2] and [El, H, I / 2] of flashinfer's docstring. A bf16 scale for 32
+    columns: [El, 2I, H / 32] and [El, H, I / 32], or any shapes with as many; their rows went through the same, and
+    each expert's through block_scale_interleave. H and I are multiples of 256.
 
     gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`. The result is
     `ExpertWeights.int4`: a code times its scale is rounded to bf16, which is not so in flashinfer's kernel for
