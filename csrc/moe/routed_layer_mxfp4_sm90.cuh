@@ -1,18 +1,18 @@
 // A whole layer of few tokens and packed MXFP4 weights in one launch, for Hopper: routing, GEMM1, GEMM2 and combine.
 //
-// This is RoutedLayerSm90 for packed weights, with other units. A layer is too little work for units of 64 rows: gpt-oss has 4.1
-// of them an SM. Here a unit is a slice, 16 weight rows and all of K, and belongs to one warp. The warp copies the slice's codes
-// and scales into a ring that no other warp sees, decodes and multiplies. So units spread evenly, warps wait only for memory, and
-// GEMM2's weights come into the ring while GEMM1 ends.
+// This is RoutedLayerSm90 for packed weights, with other units. Four warps, a quad, take a unit and share a ring of stages, into
+// which a helper warp copies codes and scales in bulk: a consumer issues no copy. A unit is a block of 64 weight rows and all of
+// K, and each warp multiplies 16 rows. If GEMM2 has few such blocks, its unit is half a block, and two warps of a quad have one
+// each. GEMM2's weights come into the ring while GEMM1 ends.
 //
 // All tokens lie in shared memory, and so do the rows of GEMM1's output that the CTA's units of GEMM2 need. These are rows of two
-// tiles at most, since its units are neighbours. The rings have the rest of half an SM's shared memory: the next launch's CTAs
-// lie in the other half and wait when this one ends. Deeper rings do not help: a warp waits until it can issue its copies in one
-// go, and it should multiply meanwhile.
+// tiles at most, since its units are neighbours. A CTA has half an SM's shared memory: the next launch's CTAs lie in the other
+// half and wait when this one ends.
 //
-// The warps are consumers, the first 8 of which route, and 4 helpers. Helpers copy tokens, mark outputs absent, wait for GEMM1's
-// results and combine. Sums, their K order and rounding are GroupedGemmMxfp4Sm90's and Combine's, and so are the bits. The other
-// parts are RoutedLayerSm90's, which also says why CTAs may wait for each other.
+// The warps are consumers, the first 8 of which route, and 4 helpers. Helpers copy tokens, mark outputs absent, copy weights
+// (three of them) and combine. Consumers copy GEMM1's results, as soon as they are there. Sums, their K order and rounding are
+// GroupedGemmMxfp4Sm90's and Combine's, and so are the bits. The other parts are RoutedLayerSm90's, which also says why CTAs may
+// wait for each other.
 #pragma once
 #include <cstdint>
 
@@ -32,20 +32,25 @@ struct RoutedLayerMxfp4Sm90 {
     using Down = GroupedGemmSm90<Element, false, 16, 1, 1, 2>;
 
     static constexpr int kConsumers = Consumers, kHelpers = 4, kThreads = 32 * (kConsumers + kHelpers);
+    static constexpr int kQuads = kConsumers / 4;
+    static_assert(kConsumers % 4 == 0 && kQuads < kHelpers, "a helper copies weights for each quad, and one waits for the marks");
     static constexpr int kSliceRows = 16;
     static constexpr int kSliceCodes = mxfp4::kCodeBytes / 4, kSliceScales = mxfp4::kScaleBytes / 4;  // bytes of a K block
-    static constexpr int kBlocks = Blocks, kStageBytes = kBlocks * (kSliceCodes + kSliceScales), kMostStages = Stages;
+    // A stage has kBlocks blocks of codes, then their scales. GEMM2's half blocks of codes lie where they lie in whole ones.
+    static constexpr int kBlocks = Blocks, kStageCodes = kBlocks * mxfp4::kCodeBytes;
+    static constexpr int kStageBytes = kStageCodes + kBlocks * mxfp4::kScaleBytes, kStages = Stages;
+    static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kTiles = 2;  // tiles of a CTA's units of GEMM2
     static constexpr int kSharedBytes = 113 * 1024;
 
     struct alignas(128) Shared {
         FewSlots slots;
-        uint64_t full[kConsumers][kMostStages];
+        uint64_t full[kQuads][kStages], empty[kQuads][kStages];
         uint64_t input, inner[kTiles];  // tokens of GEMM1, and of each tile of GEMM2
         uint64_t up_done;               // passes when this CTA's units of GEMM1 are done
         uint64_t marked;                // passes once, when all CTAs have marked their parts
     };
-    static_assert(sizeof(Shared) == (sizeof(FewSlots) + 8 * (kConsumers * kMostStages + 5) + 127) / 128 * 128, "variants.rs");
+    static_assert(sizeof(Shared) == (sizeof(FewSlots) + 8 * (2 * kQuads * kStages + 5) + 127) / 128 * 128, "variants.rs");
 
     static __device__ __forceinline__ void run(const RoutedLayerParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -56,12 +61,13 @@ struct RoutedLayerMxfp4Sm90 {
         asm volatile("" : "+l"(counters_at));
         asm volatile("" ::"l"(p.select.logits), "l"(p.layer.up.x), "r"(p.layer.down.rows), "l"(p.layer.combine.out));
         shared.slots.clear();
-        if (threadIdx.x < kConsumers * kMostStages) {
-            sm90::barrier_init(&shared.full[0][0] + threadIdx.x, 32);
+        if (threadIdx.x < kQuads * kStages) {
+            sm90::barrier_init(&shared.full[0][0] + threadIdx.x, 1);
+            sm90::barrier_init(&shared.empty[0][0] + threadIdx.x, 4);
             if (threadIdx.x == 0) {
                 sm90::barrier_init(&shared.input, 32 * kHelpers);
-                sm90::barrier_init(&shared.inner[0], 32 * kHelpers);
-                sm90::barrier_init(&shared.inner[1], 32 * kHelpers);
+                sm90::barrier_init(&shared.inner[0], 32 * kConsumers);
+                sm90::barrier_init(&shared.inner[1], 32 * kConsumers);
                 sm90::barrier_init(&shared.up_done, kConsumers);
                 sm90::barrier_init(&shared.marked, 1);
             }
@@ -81,7 +87,9 @@ private:
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
         return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
     }
-    static __device__ __forceinline__ int slices(const GroupedGemmParams& p) { return (p.rows + kSliceRows - 1) / kSliceRows; }
+    static __device__ __forceinline__ int row_tiles(const GroupedGemmParams& p) {
+        return (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
+    }
     // Bytes after a CTA's tokens and after each of its tiles: they are read ahead of the last token's last block, and not used.
     static constexpr int kReadAhead = 64;
     // Bytes of a token in shared memory: an odd number of 16, so that 8 tokens lie in different banks.
@@ -90,163 +98,169 @@ private:
     // ---- units ----
 
     struct Unit {
-        int tile, slice;  // tile is its number in the schedule
+        int tile, number;  // tile is its number in the schedule; number is that of the unit in the tile
         bool down;
     };
 
-    // This CTA's units, first GEMM1's then GEMM2's; the units of each GEMM are neighbours. GEMM2's odd units go first to the CTAs
-    // that have no odd unit of GEMM1.
+    // This CTA's units, first GEMM1's then GEMM2's. GEMM1's are `gridDim.x` apart, so that the first is soon known. GEMM2's are
+    // neighbours, and odd ones go first to the CTAs that have no odd unit of GEMM1.
     struct Units {
-        int up_first, up_count, down_first, count;
+        int tiles, up;
+        bool narrow;  // GEMM2's units are half blocks: every CTA has at most one of them for each quad
 
-        __device__ __forceinline__ Units(const LayerParams& p, int tiles) {
-            const int grid = gridDim.x, cta = blockIdx.x;
-            const int up = tiles * slices(p.up), up_each = divide(up, grid), up_odd = up - up_each * grid;
-            const int down = tiles * slices(p.down), down_each = divide(down, grid), down_odd = down - down_each * grid;
-            up_first = cta * up_each + min(cta, up_odd);
-            up_count = up_each + (cta < up_odd);
+        __device__ __forceinline__ Units(const LayerParams& p, int tiles)
+            : tiles(tiles), up(tiles * row_tiles(p.up)), narrow(tiles * half_tiles(p.down) <= kQuads * int(gridDim.x)) {}
+
+        static __device__ __forceinline__ int half_tiles(const GroupedGemmParams& p) { return (p.rows + 31) / 32; }
+
+        __device__ __forceinline__ int each_down(const LayerParams& p) const {
+            return narrow ? half_tiles(p.down) : row_tiles(p.down);
+        }
+
+        __device__ __forceinline__ int up_count() const { return divide(up + int(gridDim.x) - 1 - int(blockIdx.x), gridDim.x); }
+
+        // Returns GEMM2's first unit, and sets the number of them.
+        __device__ __forceinline__ int first_down(const LayerParams& p, int& count) const {
+            const int grid = gridDim.x, cta = blockIdx.x, up_odd = up - divide(up, grid) * grid;
+            const int down = tiles * each_down(p), down_each = divide(down, grid), down_odd = down - down_each * grid;
             // Odd units of GEMM2 before CTA i: CTAs from up_odd on come first, then those from 0 on.
             const auto odd = [&](int i) {
                 return min(max(i - up_odd, 0), down_odd) + min(i, max(down_odd - (grid - up_odd), 0));
             };
-            down_first = cta * down_each + odd(cta);
-            count = up_count + (cta + 1) * down_each + odd(cta + 1) - down_first;
+            const int first = cta * down_each + odd(cta);
+            count = (cta + 1) * down_each + odd(cta + 1) - first;
+            return first;
         }
 
-        __device__ __forceinline__ Unit unit(const LayerParams& p, int index) const {
-            const bool down = index >= up_count;
-            const int number = down ? down_first + index - up_count : up_first + index, each = slices(down ? p.down : p.up);
-            const int tile = divide(number, each);
-            return {tile, number - tile * each, down};
+        // Returns whether there is a unit `index`.
+        __device__ __forceinline__ bool find(const LayerParams& p, int index, Unit& unit) const {
+            int number = blockIdx.x + index * gridDim.x, each = row_tiles(p.up);
+            unit.down = number >= up;
+            if (unit.down) {
+                int count;
+                const int first = first_down(p, count), place = index - up_count();
+                if (place >= count) return false;
+                number = first + place, each = each_down(p);
+            }
+            unit.tile = divide(number, each);
+            unit.number = number - unit.tile * each;
+            return true;
         }
     };
 
-    // ---- shared memory after Shared: tokens, GEMM1's results, rings ----
+    // ---- shared memory after Shared: rings, tokens, GEMM1's results ----
 
     struct Layout {
-        uint32_t input, first_inner, second_inner, rings;
-        int first_tile, tiles, stages;  // first_tile and tiles count tiles of this CTA's units of GEMM2
+        uint32_t first_inner, second_inner;
+        int first_tile, tiles;  // of this CTA's units of GEMM2
 
         __device__ __forceinline__ Layout(const RoutedLayerParams& p, const Shared& shared, const Units& units) {
-            const int each = slices(p.layer.down), row = pitch(p.layer.down), downs = units.count - units.up_count;
-            first_tile = divide(units.down_first, each);
-            tiles = downs > 0 ? divide(units.down_first + downs - 1, each) - first_tile + 1 : 0;
-            input = input_of(shared);
-            first_inner = input + p.select.tokens * pitch(p.layer.up) + kReadAhead;
-            second_inner = first_inner + (tiles > 0 ? shared.slots.tile(first_tile).count * row + kReadAhead : 0);
-            rings = second_inner + (tiles > 1 ? shared.slots.tile(first_tile + 1).count * row + kReadAhead : 0);
-            const int left = sm90::shared_address(&shared) + kSharedBytes - rings;
-            stages = min(kMostStages, divide(left, kConsumers * kStageBytes));
+            int downs;
+            const int first = units.first_down(p.layer, downs), each = units.each_down(p.layer);
+            first_tile = divide(first, each);
+            tiles = downs > 0 ? divide(first + downs - 1, each) - first_tile + 1 : 0;
+            first_inner = input_of(shared) + p.select.tokens * pitch(p.layer.up) + kReadAhead;
+            second_inner = first_inner + (tiles > 0 ? shared.slots.tile(first_tile).count * pitch(p.layer.down) + kReadAhead : 0);
         }
 
         __device__ __forceinline__ uint32_t inner_of(int i) const { return i == 0 ? first_inner : second_inner; }
     };
 
+    static __device__ __forceinline__ uint8_t* ring_of(Shared& shared, int quad) {
+        return reinterpret_cast<uint8_t*>(&shared) + sizeof(Shared) + quad * kRingBytes;
+    }
     static __device__ __forceinline__ uint32_t input_of(const Shared& shared) {
-        return sm90::shared_address(&shared) + sizeof(Shared);
+        return sm90::shared_address(&shared) + sizeof(Shared) + kQuads * kRingBytes;
     }
 
-    // ---- weights: every warp copies its own ----
+    // ---- consumers ----
 
-    // The weights that the warp copies next.
-    struct Source {
-        const uint8_t *codes, *scales;  // addresses of this lane
-        int blocks, index;              // K blocks left of the unit, and the unit's index
+    struct Ring {
+        uint32_t stages;       // address of the first stage
+        uint32_t full, empty;  // addresses of the first stage's barriers
+        int slot = 0;
+        uint32_t parity = 0;
 
-        // Copies the next stage. Call this once all lanes have read the stage's buffer, or before its first use.
-        __device__ __forceinline__ void fill(const LayerParams& p, const Units& units, const FewSlots& slots, uint32_t stage,
-                                             uint32_t full) {
-            const int lane = threadIdx.x % 32;
-            if (blocks == 0) {
-                index += kConsumers;
-                if (index >= units.count) return;
-                const Unit unit = units.unit(p, index);
-                const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
-                blocks = k_blocks(gemm);
-                const int row_tiles = (gemm.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
-                const size_t first = size_t(slots.tile(unit.tile).expert * row_tiles + unit.slice / 4) * blocks;
-                codes = gemm.weights + first * mxfp4::kCodeBytes + unit.slice % 4 * kSliceCodes + lane * 16;
-                scales = gemm.block_scales + first * mxfp4::kScaleBytes + unit.slice % 4 * kSliceScales +
-                         lane / 2 * mxfp4::kScaleBytes + lane % 2 * 16;
-            }
-            const int now = min(blocks, kBlocks);
-            if (now == kBlocks) {
-#pragma unroll
-                for (int i = 0; i < kBlocks; ++i)
-                    sm90::copy_16_async(stage + i * kSliceCodes + lane * 16, codes + i * mxfp4::kCodeBytes, true);
-            } else {
-#pragma unroll 1
-                for (int i = 0; i < now; ++i)
-                    sm90::copy_16_async(stage + i * kSliceCodes + lane * 16, codes + i * mxfp4::kCodeBytes, true);
-            }
-            if (lane < 2 * now) sm90::copy_16_async(stage + kBlocks * kSliceCodes + lane * 16, scales, true);
-            copy_async_arrive(full);
-            codes += kBlocks * mxfp4::kCodeBytes, scales += kBlocks * mxfp4::kScaleBytes;
-            blocks -= now;
+        __device__ __forceinline__ uint32_t stage() const { return stages + slot * kStageBytes; }
+        __device__ __forceinline__ uint32_t barrier() const { return full + slot * 8; }
+        __device__ __forceinline__ void advance() {
+            if (++slot == kStages) slot = 0, parity ^= 1;
+        }
+        __device__ __forceinline__ void wait() const { wait(barrier(), parity); }
+        static __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+            asm volatile(
+                "{\n.reg .pred done;\n"
+                "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                "@!done bra again;\n}" ::"r"(barrier),
+                "r"(parity)
+                : "memory");
+        }
+        // Says that `warps` warps have read a stage: this one, and those that do not read it.
+        __device__ __forceinline__ void release(int slot, int warps) const {
+            __syncwarp();
+            if (threadIdx.x % 32 == 0)
+                asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(empty + slot * 8), "r"(warps) : "memory");
         }
     };
-
-    // ---- consumers ----
 
     static __device__ __forceinline__ void consume(const RoutedLayerParams& params, Shared& shared) {
         const LayerParams& p = params.layer;
         shared.slots.template route<32 * kConsumers>(params.select, params.experts, params.first_expert);
         asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");  // the tables are there
-        const int warp = warp_of_block(), lane = threadIdx.x % 32;
+        const int warp = warp_of_block(), lane = threadIdx.x % 32, quad = warp / 4;
         const Units units(p, shared.slots.tile_count());
-        const Layout layout(params, shared, units);
-        Ring ring{layout.rings + warp * layout.stages * kStageBytes, layout.stages, sm90::shared_address(&shared.full[warp][0])};
-        Source source{nullptr, nullptr, 0, warp - kConsumers};
-#pragma unroll 1
-        for (int i = 0; i < layout.stages; ++i)
-            source.fill(p, units, shared.slots, ring.stages + i * kStageBytes, ring.full + i * 8);
-        bool up_done = false;
-        Weights weights[2];
-        if (warp < units.count) {
-            ring.wait();
-            weights[0].load(ring.stages, 0);
-        }
+        Ring ring{sm90::shared_address(ring_of(shared, quad)), sm90::shared_address(&shared.full[quad][0]),
+                  sm90::shared_address(&shared.empty[quad][0])};
         sm90::barrier_wait(&shared.input, 0);
+        const Layout layout(params, shared, units);
+        bool copied = false;
 #pragma unroll 1
-        for (int index = warp; index < units.count; index += kConsumers) {
-            const Unit unit = units.unit(p, index);
+        for (int index = quad;; index += kQuads) {
+            Unit unit{0, 0, false};
+            const bool more = units.find(p, index, unit);
+            if (!copied && (!more || unit.down)) {
+                copied = true;
+                copy_rows(params, shared, layout);
+            }
+            const bool narrow = unit.down && units.narrow;
+            // Two warps have a half block: of neighbouring quads they are on other schedulers.
+            if (!more || (narrow && warp % 4 / 2 != quad % 2)) break;
+            const int slice = narrow ? unit.number * 2 + warp % 2 : unit.number * 4 + warp % 4;
             const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
             const Tile tile = shared.slots.tile(unit.tile);
             const WorkUnit work{tile.expert, tile.first, tile.count, 0};
             const float scale = gemm.expert_scales[tile.expert];
             const int token = min(lane % 8, tile.count - 1), blocks = __shfl_sync(0xFFFFFFFF, k_blocks(gemm), 0);
+            const bool has_rows = slice * kSliceRows < gemm.rows;  // a block of 64 rows may end with slices that have none
             float bias[1][2] = {}, sums[1][8] = {};
             uint32_t tokens;
             if (unit.down) {
-                if (!up_done && lane == 0) sm90::barrier_arrive(&shared.up_done);
-                up_done = true;
-                load_biases<Down>(gemm, tile.expert, unit.slice, bias);
+                if (has_rows) load_biases<Down>(gemm, tile.expert, slice, bias);
                 const int which = unit.tile - layout.first_tile;
                 tokens = layout.inner_of(which) + token * pitch(gemm);
                 sm90::barrier_wait(&shared.inner[which], 0);
             } else {
-                load_biases<Up>(gemm, tile.expert, unit.slice, bias);
+                if (has_rows) load_biases<Up>(gemm, tile.expert, slice, bias);
                 const int row = divide(shared.slots.slot_of_place[tile.first + token], gemm.row_divisor);
-                tokens = layout.input + row * pitch(gemm);
+                tokens = input_of(shared) + row * pitch(gemm);
             }
-            multiply(blocks, index + kConsumers < units.count, sums[0], tokens + lane / 8 * 16, weights, ring,
-                     [&](uint32_t stage, uint32_t full) { source.fill(p, units, shared.slots, stage, full); });
+            multiply(blocks, slice % 4, narrow ? 2 : 1, sums[0], tokens + lane / 8 * 16, ring);
 #pragma unroll
             for (int i = 0; i < 4; ++i) sums[0][i] *= scale;
+            if (!has_rows) continue;
             if (unit.down) {
                 // The unit's tokens came after the marks, so there is no wait for marks here.
                 Down::add_biases(sums, bias, p.down);
-                layer_parts::store<Element, false, true>(tile.first, tile.count, unit.slice, sums[0], p.down);
+                layer_parts::store<Element, false, true>(tile.first, tile.count, slice, sums[0], p.down);
             } else {
                 sm90::barrier_wait(&shared.marked, 0);
                 const bool activated = Up::template prepare_sums<true, false>(work, sums, bias, p.up);
                 if (Gated && !activated)
-                    layer_parts::store<Element, Gated, false>(tile.first, tile.count, unit.slice, sums[0], p.up);
+                    layer_parts::store<Element, Gated, false>(tile.first, tile.count, slice, sums[0], p.up);
                 else
-                    layer_parts::store<Element, Gated, true>(tile.first, tile.count, unit.slice, sums[0], p.up);
+                    layer_parts::store<Element, Gated, true>(tile.first, tile.count, slice, sums[0], p.up);
             }
         }
-        if (!up_done && lane == 0) sm90::barrier_arrive(&shared.up_done);
     }
 
     template <typename Gemm>
@@ -259,41 +273,33 @@ private:
         }
     }
 
-    static __device__ __forceinline__ void copy_async_arrive(uint32_t full) {
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(full) : "memory");
+    // Copies the rows of GEMM1's output that this CTA's units of GEMM2 need, as soon as they are there.
+    static __device__ __forceinline__ void copy_rows(const RoutedLayerParams& params, Shared& shared, const Layout& layout) {
+        const GroupedGemmParams& p = params.layer.down;
+        // NOTE: this does not start before all warps of the CTA are here, since its polls would delay other CTAs' weights.
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) sm90::barrier_arrive(&shared.up_done);
+        sm90::barrier_wait(&shared.marked, 0);
+        sm90::barrier_wait(&shared.up_done, 0);
+#pragma unroll 1
+        for (int i = 0; i < layout.tiles; ++i) {
+            const Tile tile = shared.slots.tile(layout.first_tile + i);
+            const uint32_t inner = layout.inner_of(i);
+            layer_parts::copy_inner<32 * kConsumers>(p, tile.first, tile.count, threadIdx.x, [&](int token, int column) {
+                return inner + token * pitch(p) + column * 16;
+            });
+            sm90::barrier_arrive(&shared.inner[i]);
+        }
     }
-
-    struct Ring {
-        uint32_t stages;  // address of the first stage
-        int count;
-        uint32_t full;  // address of the first stage's barrier
-        int slot = 0;
-        uint32_t parity = 0;
-
-        __device__ __forceinline__ uint32_t stage() const { return stages + slot * kStageBytes; }
-        __device__ __forceinline__ uint32_t barrier() const { return full + slot * 8; }
-        __device__ __forceinline__ void advance() {
-            if (++slot == count) slot = 0, parity ^= 1;
-        }
-        __device__ __forceinline__ void wait() const { wait(barrier(), parity); }
-        static __device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
-            asm volatile(
-                "{\n.reg .pred done;\n"
-                "again:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                "@!done bra again;\n}" ::"r"(barrier),
-                "r"(parity)
-                : "memory");
-        }
-    };
 
     // A K block's weights in registers.
     struct Weights {
         uint32_t codes[4], scales;
 
-        __device__ __forceinline__ void load(uint32_t stage, int block) {
-            const int lane = threadIdx.x % 32;
-            sm80::load_shared_16(codes, stage + lane * 16 + block * kSliceCodes);
-            scales = sm80::load_shared_4(stage + lane / 4 * 4 + kBlocks * kSliceCodes + block * kSliceScales);
+        // `place`: the address of this lane's codes in the stage's first block; `scales_place`: of its scales.
+        __device__ __forceinline__ void load(uint32_t place, uint32_t scales_place, int block) {
+            sm80::load_shared_16(codes, place + block * mxfp4::kCodeBytes);
+            scales = sm80::load_shared_4(scales_place + block * mxfp4::kScaleBytes);
         }
 
         __device__ __forceinline__ void multiply_half(float (&sums)[4], const uint32_t (&tokens)[4], int half) const {
@@ -307,29 +313,35 @@ private:
         }
     };
 
-    // `mine` is the address of this lane's row of the tokens' 8 x 8 tiles. weights[0] has the unit's first block; on return it
-    // has the first block of the next unit, if there is one. The next block's weights and the next half's tokens are loaded
-    // meanwhile.
-    template <typename Refill>
-    static __device__ __forceinline__ void multiply(int blocks, bool goes_on, float* all_sums, uint32_t mine,
-                                                    Weights (&weights)[2], Ring& ring, Refill refill) {
+    // Multiplies slice `slice` of a unit's blocks. `mine` is the address of this lane's row of the tokens' 8 x 8 tiles. The next
+    // block's weights and the next half's tokens are loaded meanwhile.
+    static __device__ __forceinline__ void multiply(int blocks, int slice, int warps, float* all_sums, uint32_t mine,
+                                                    Ring& ring) {
         float (&sums)[4] = *reinterpret_cast<float (*)[4]>(all_sums);
+        const int lane = threadIdx.x % 32;
+        const uint32_t codes = slice * kSliceCodes + lane * 16;
+        const uint32_t scales = kStageCodes + slice * kSliceScales + lane / 4 * 4;
+        Weights weights[2];
         uint32_t tokens[2][4];
+        ring.wait();
+        weights[0].load(ring.stage() + codes, ring.stage() + scales, 0);
         sm80::load_matrix_4(tokens[0], mine);
         int block = 0;
 #pragma unroll 1
         for (; block + kBlocks <= blocks; block += kBlocks) {
             const uint32_t stage = ring.stage(), full = ring.barrier(), parity = ring.parity;
+            const int slot = ring.slot;
             ring.advance();
-            const bool more = goes_on || block + kBlocks < blocks;
+            const bool more = block + kBlocks < blocks;
 #pragma unroll
             for (int i = 0; i < kBlocks; ++i) {
                 if (i + 1 < kBlocks) {
-                    weights[(i + 1) % 2].load(stage, i + 1);
+                    weights[(i + 1) % 2].load(stage + codes, stage + scales, i + 1);
                 } else {
                     // Without a next stage this loads the present one again.
                     Ring::wait(more ? ring.barrier() : full, more ? ring.parity : parity);
-                    weights[(i + 1) % 2].load(ring.stage(), 0);
+                    const uint32_t next = more ? ring.stage() : stage;
+                    weights[(i + 1) % 2].load(next + codes, next + scales, 0);
                 }
                 sm80::load_matrix_4(tokens[1], mine + i * 128 + 64);
                 weights[i % 2].multiply_half(sums, tokens[0], 0);
@@ -338,12 +350,10 @@ private:
                 weights[i % 2].multiply_half(sums, tokens[1], 1);
             }
             mine += kBlocks * 128;
-            __syncwarp();
-            refill(stage, full);
+            ring.release(slot, warps);
         }
         if (block == blocks) return;
-        const uint32_t stage = ring.stage(), full = ring.barrier();
-        ring.advance();
+        const uint32_t stage = ring.stage();
 #pragma unroll 1
         for (int i = 0;; ++i, mine += 128) {
             sm80::load_matrix_4(tokens[1], mine + 64);
@@ -351,14 +361,10 @@ private:
             sm80::load_matrix_4(tokens[0], mine + 128);
             weights[0].multiply_half(sums, tokens[1], 1);
             if (block + i + 1 == blocks) break;
-            weights[0].load(stage, i + 1);
+            weights[0].load(stage + codes, stage + scales, i + 1);
         }
-        if (goes_on) {
-            ring.wait();
-            weights[0].load(ring.stage(), 0);
-        }
-        __syncwarp();
-        refill(stage, full);
+        ring.release(ring.slot, warps);
+        ring.advance();
     }
     static_assert(kBlocks % 2 == 0, "weights take turns");
 
@@ -367,28 +373,62 @@ private:
     static __device__ __forceinline__ void help(const RoutedLayerParams& params, LayerCounters& counters, Shared& shared) {
         constexpr int kHelperThreads = 32 * kHelpers;
         const LayerParams& p = params.layer;
-        const int thread = threadIdx.x - 32 * kConsumers;
+        const int thread = threadIdx.x - 32 * kConsumers, helper = warp_of_block() - kConsumers;
+        const bool waits = thread == kHelperThreads - 32;  // this thread's warp copies no weights
         const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
-        if (thread == 0) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
+        if (waits) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
         copy_input(p.up, params.select.tokens, thread, input_of(shared));
         sm90::copy_async_arrive(&shared.input);
         layer_parts::mark_absent(p.up, params.select, thread, kHelperThreads);
         layer_parts::mark_absent(p.down, params.select, thread, kHelperThreads);
-        sm90::named_barrier(1, kHelperThreads);
-        if (thread == 0) layer_parts::await_marks(counters, share, launch, &shared.marked);
-        sm90::named_barrier(2, kThreads);
-        const Units units(p, shared.slots.tile_count());
-        const Layout layout(params, shared, units);
-        sm90::barrier_wait(&shared.marked, 0);
-        // NOTE: this does not start earlier, since its polls would delay other CTAs' weights.
-        sm90::barrier_wait(&shared.up_done, 0);
-#pragma unroll 1
-        for (int i = 0; i < layout.tiles; ++i) {
-            copy_inner(p.down, shared.slots.tile(layout.first_tile + i), thread, layout.inner_of(i));
-            sm90::barrier_arrive(&shared.inner[i]);
-        }
+        sm90::named_barrier(2, kThreads);  // all helpers have marked, and the tables are there
+        if (helper < kQuads) copy_weights(p, shared, helper);
+        if (waits) layer_parts::await_marks(counters, share, launch, &shared.marked);
+        __syncwarp();
         layer_parts::combine<Element>(p.combine, shared.slots, thread);
+    }
+
+    // Copies the weights of a quad's units.
+    static __device__ __forceinline__ void copy_weights(const LayerParams& p, Shared& shared, int quad) {
+        const Units units(p, __shfl_sync(0xFFFFFFFF, shared.slots.tile_count(), 0));
+        uint8_t* ring = ring_of(shared, quad);
+        int slot = 0;
+        uint32_t parity = 1;
+        Unit unit{0, 0, false};
+#pragma unroll 1
+        for (int index = quad; units.find(p, index, unit); index += kQuads) {
+            const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
+            const bool narrow = unit.down && units.narrow;
+            const int blocks = k_blocks(gemm), row_tile = narrow ? unit.number / 2 : unit.number;
+            const int half = narrow ? unit.number % 2 * (mxfp4::kCodeBytes / 2) : 0;  // where the half block begins in a block
+            const int expert = __shfl_sync(0xFFFFFFFF, shared.slots.tile(unit.tile).expert, 0);
+            const size_t first = size_t(expert * row_tiles(gemm) + row_tile) * blocks;
+            const uint8_t *codes = gemm.weights + first * mxfp4::kCodeBytes,
+                          *scales = gemm.block_scales + first * mxfp4::kScaleBytes;
+#pragma unroll 1
+            for (int block = 0; block < blocks; block += kBlocks) {
+                const int now = min(blocks - block, kBlocks);
+                uint8_t* stage = ring + slot * kStageBytes;
+                uint64_t* full = &shared.full[quad][slot];
+                sm90::barrier_wait(&shared.empty[quad][slot], parity);
+                if (threadIdx.x % 32 == 0) {
+                    const int code_bytes = narrow ? mxfp4::kCodeBytes / 2 : mxfp4::kCodeBytes;
+                    sm90::barrier_arrive_expect(full, now * (code_bytes + mxfp4::kScaleBytes));
+                    // A whole unit's blocks of codes follow each other.
+                    const int pieces = narrow ? now : 1, bytes = narrow ? code_bytes : now * code_bytes;
+#pragma unroll 1
+                    for (int i = 0; i < pieces; ++i) {
+                        const int at = half + i * mxfp4::kCodeBytes;
+                        sm90::copy_bulk(stage + at, codes + at, bytes, full);
+                    }
+                    sm90::copy_bulk(stage + kStageCodes, scales, now * mxfp4::kScaleBytes, full);
+                }
+                __syncwarp();
+                codes += kBlocks * mxfp4::kCodeBytes, scales += kBlocks * mxfp4::kScaleBytes;
+                if (++slot == kStages) slot = 0, parity ^= 1;
+            }
+        }
     }
 
     static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
@@ -401,12 +441,6 @@ private:
             for (int i = thread; i < padded; i += 32 * kHelpers)
                 sm90::copy_16_async(input + token * pitch(p) + i * 16, source + (i < columns ? i : 0), i < columns);
         }
-    }
-
-    // Copies a tile's rows of GEMM1's output, as soon as they are there.
-    static __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, const Tile& tile, int thread, uint32_t inner) {
-        layer_parts::copy_inner<32 * kHelpers>(p, tile.first, tile.count, thread,
-                                               [&](int token, int column) { return inner + token * pitch(p) + column * 16; });
     }
 };
 

@@ -54,8 +54,8 @@ pub const NVFP4: Kernels<GemmPairParams> = Kernels::new(Row {
     ..MXFP4.row
 });
 
-/// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. Each of `warps` warps takes slices of 16
-/// rows and has a ring of up to `stages` stages of `blocks` K blocks. Four more warps help.
+/// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a
+/// ring of `stages` stages of `blocks` K blocks of 64 rows. Four more warps help.
 pub const MXFP4_LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     arguments: &[
         Argument::Gated,
@@ -173,18 +173,19 @@ pub const fn behind<P, const N: usize, const M: usize>(first: Kernel<P>, tiles: 
 }
 
 pub const MXFP4_LAYER_TILE: Kernel<RoutedLayerParams> =
-    MXFP4_LAYER.with(Variant { tokens: 8, warps: 12, blocks: 4, stages: 4, ..Variant::NONE });
+    MXFP4_LAYER.with(Variant { tokens: 8, warps: 12, blocks: 4, stages: 3, ..Variant::NONE });
 
 /// Shared memory of a CTA of a layer in one launch: half of an SM's, so that the next launch's CTAs start before this launch's CTAs end.
 const LAYER_SHARED_BYTES: u32 = 113 * 1024;
 
-/// Stages of each warp of a layer in one launch, if tokens take `up` bytes for GEMM1 and `down` bytes for a tile of GEMM2.
+/// Whether the tokens of a layer in one launch fit beside the rings, if they take `up` bytes for GEMM1 and `down` bytes for a tile of GEMM2.
 #[allow(dead_code)] // the build script does not plan
-pub fn stages_beside(tile: &Variant, up: i64, down: i64) -> i64 {
-    // `Shared` has tables, a barrier for each stage and five more, and is aligned to 128.
-    let shared = i64::from((720 + 8 * (tile.warps * tile.stages + 5)).next_multiple_of(128));
-    let left = i64::from(LAYER_SHARED_BYTES) - shared - up - 2 * down;
-    (left / i64::from(tile.warps * tile.blocks * (512 + 32))).min(tile.stages.into())
+pub fn fits_beside_rings(tile: &Variant, up: i64, down: i64) -> bool {
+    let stages = tile.warps / 4 * tile.stages;
+    // `Shared` has tables, two barriers for each stage, and five more. It is aligned to 128.
+    let shared = (720 + 8 * (2 * stages + 5)).next_multiple_of(128);
+    let rings = stages * tile.blocks * (2048 + 128);
+    i64::from(shared + rings) + up + 2 * down <= i64::from(LAYER_SHARED_BYTES)
 }
 
 /// Every kernel of this file.
