@@ -19,10 +19,8 @@ CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target
 export OXMOE_KERNEL_CACHE ?= $(CURDIR)/target/kernels
-# Python compiles a module when it is imported first: pip would compile tens of thousands that no test imports. For pip 0 means yes here,
-# as for all of its variables whose names begin with NO. The result is kept even if the environment asks for none: hundreds of processes
-# import torch or SGLang, and compiling doubles the time of an import.
-export PIP_NO_COMPILE := 0
+# Bytecode is kept even if the environment asks for none: hundreds of processes import torch or SGLang, and compiling doubles the time of an
+# import.
 unexport PYTHONDONTWRITEBYTECODE
 WHEELS := $(CURDIR)/target/wheels
 
@@ -47,20 +45,22 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
 # A newer pip than Python's own one needs half of the time to choose among a project's files. The installations that follow need no more
-# than pip, so that they run beside each other.
+# than pip, so that they run beside each other. pip compiles SGLang's packages: otherwise each of the test processes that start at a time
+# would. Of torch and the peers it compiles nothing, because a test imports a small part. (For pip 0 means yes here, as for all of its
+# variables whose names begin with NO.)
 $(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	touch $@
 
 $(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt $(VENV)/peers/.made | $(VENV)/.pip
-	$(BIN)/python -m pip install --quiet -r tests/requirements.txt
+	PIP_NO_COMPILE=0 $(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
 	touch $@
 
 $(VENV)/peers/.made: $(PEERS) | $(VENV)/.pip
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	PIP_NO_COMPILE=0 $(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
 	touch $@
 
 $(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.pip
