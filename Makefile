@@ -53,7 +53,7 @@ $(VENV)/.pip:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	touch $@
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt $(VENV)/peers/.made | $(VENV)/.pip
+$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt | $(VENV)/.pip
 	PIP_NO_COMPILE=0 $(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
 	touch $@
@@ -72,7 +72,7 @@ $(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt 
 ifdef INSTALLED
 venv built install:
 else
-venv: $(VENV)/.made ## .venv-test with everything that tests and linters need
+venv: $(VENV)/.made $(VENV)/peers/.made ## .venv-test with everything that tests and linters need
 
 built: # the wheel, which needs no environment but pip's own: it is built while .venv-test is made
 	rm -rf $(WHEELS)
