@@ -14,7 +14,7 @@ SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
 RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_v4_model.py handover.py int4.py loading.py modelopt.py)
 # Peers whose code the tests of layouts read, in a folder of their own, too.
 PEERS := tests/requirements-peers.txt
-CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c')
+CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c' 'tests/*.h')
 
 # pip builds in the same folders as cargo, so only what changed is compiled again.
 export CARGO_TARGET_DIR := $(CURDIR)/target

@@ -165,7 +165,8 @@ fn write_units(archs: &[String]) -> (Vec<Unit>, Vec<(variants::Variant, String, 
         if archs.is_empty() {
             continue;
         }
-        let mut source = format!("#include \"{}\"\n", members[0].row().header);
+        let headers: BTreeSet<&str> = members.iter().flat_map(variants::Variant::headers).collect();
+        let mut source: String = headers.iter().map(|header| format!("#include \"{header}\"\n")).collect();
         for variant in members {
             let (parameters, arguments) = variant.signature();
             let (kernel, symbol) = (variant.device_type(), variant.symbol());
@@ -316,8 +317,9 @@ fn compile(nvcc: &Nvcc, units: &[Unit], out: &Path) -> usize {
 
 /// The Rust side of the kernels: embedded images and the table of symbols.
 fn images(units: &[Unit], table: &[(variants::Variant, String, usize)], out: &Path) -> String {
-    let mut text =
-        String::from("#[allow(unused_imports)]\nuse crate::variants::{Element::*, Family::*, Variant, Work::*};\n\n");
+    let mut text = String::from(
+        "#[allow(unused_imports)]\nuse crate::variants::{Element::*, Family::*, Form::*, Variant, Work::*};\n\n",
+    );
     for (i, unit) in units.iter().enumerate() {
         let path = out.join(format!("{}.fatbin", unit.name));
         let _ = writeln!(text, "static IMAGE_{i}: &Image<[u8]> = &Image(*include_bytes!({path:?}));");

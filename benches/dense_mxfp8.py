@@ -3,7 +3,7 @@
 Several weights of a shape are multiplied in turn in a CUDA graph, so that none is in L2 when its turn comes. Graphs are
 replayed in rounds, one after the other, each behind a pause in which the host is done with its launch. The floor is the
 larger of the bytes of b, a, scales and output over memory's measured 4.3 TB/s and of flops over bf16's measured 790
-TFLOP/s (docs/measured.md).
+TFLOP/s (docs/measured_kernels.md).
 """
 
 from __future__ import annotations

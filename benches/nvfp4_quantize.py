@@ -1,7 +1,7 @@
 """Times oxmoe.nvfp4.fp4_quantize on a GPU, with cold L2: `python benches/nvfp4_quantize.py`.
 
 Several tensors of a shape are quantised in turn in a CUDA graph. The floor is the bytes of numbers, codes and scales at
-4.3 TB/s (docs/measured.md).
+4.3 TB/s (docs/measured_kernels.md).
 """
 
 from __future__ import annotations

@@ -4,21 +4,21 @@
 pub mod allreduce;
 pub mod common;
 pub mod dense;
-pub mod int4;
 pub mod moe;
 pub mod nvfp4;
+pub mod pack;
 pub mod quant;
 pub mod tiles;
 
 pub use allreduce::ffi::{AllReduceParams, ExpertRows, Narrowing, QuantKind, Workspaces};
 pub use common::ffi::{Dtype, Tile, W13Layout};
 pub use dense::ffi::MmMxfp8FewParams;
-pub use int4::ffi::PackInt4Params;
 pub use moe::ffi::{
     Activation, ActivationKind, CombineParams, GemmPairParams, GroupScore, GroupedGemmParams, LayerParams,
     OrderedGemmParams, RaggedParams, RouteParams, RoutedLayerParams, ScheduleParams, Scoring, SelectParams,
 };
-pub use nvfp4::ffi::{PackNvfp4Params, RoundNvfp4Params};
+pub use nvfp4::ffi::RoundNvfp4Params;
+pub use pack::ffi::PackParams;
 pub use quant::ffi::{
     ExpandScalesParams, Fp8Scaling, LayoutMxfp4Params, MmMxfp8Params, Mxfp4Layout, PackMxfp4Params, QuantizeFp8Params,
     QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, ScaleBytesParams, ScaleView,

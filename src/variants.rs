@@ -8,10 +8,10 @@
 pub mod allreduce;
 #[path = "variants/dense.rs"]
 pub mod dense;
+#[path = "variants/forms.rs"]
+pub mod forms;
 #[path = "variants/fp8.rs"]
 pub mod fp8;
-#[path = "variants/int4.rs"]
-pub mod int4;
 #[path = "variants/kernel.rs"]
 mod kernel;
 #[path = "variants/layer.rs"]
@@ -30,6 +30,7 @@ pub mod signature;
 pub mod sm90;
 
 use crate::params::*;
+pub use forms::Form;
 pub use kernel::{Kernel, Kernels};
 use signature::{Layer, MappedGemm, OrderedGemm, RoutedLayer, SelectAndSort, Signature};
 
@@ -41,11 +42,8 @@ pub enum Family {
     LayerSm90,
     RoutedLayerSm90,
     // Packed weights on Hopper.
-    GroupedGemmMxfp4Sm90,
+    GroupedGemmPackedSm90,
     GroupedGemmMxfp4E4m3Sm90,
-    GroupedGemmMxfp8Sm90,
-    GroupedGemmNvfp4Sm90,
-    GroupedGemmInt4Sm90,
     RoutedLayerMxfp4Sm90,
     // e4m3 weights on Hopper.
     GroupedGemmFp8Sm90,
@@ -56,10 +54,8 @@ pub enum Family {
     RoutedLayerFp8Sm90,
     // All weights on any GPU from sm_80.
     GroupedGemmPortable,
+    GroupedGemmPackedPortable,
     GroupedGemmMxfp4Portable,
-    GroupedGemmMxfp8Portable,
-    GroupedGemmNvfp4Portable,
-    GroupedGemmInt4Portable,
     GroupedGemmFp8Portable,
     // Routing, schedules and the combine.
     Select,
@@ -95,8 +91,7 @@ pub enum Family {
     Mxfp4LayoutScales,
     Mxfp8Peak,
     Mxfp8Pack,
-    Nvfp4Pack,
-    Int4Pack,
+    Pack,
     // Dense tensors.
     QuantizeMxfp4,
     DequantizeMxfp4,
@@ -112,15 +107,12 @@ pub enum Family {
 }
 
 /// Every family.
-pub static FAMILIES: [Row; 64] = [
+pub static FAMILIES: [Row; 58] = [
     sm90::GEMM.row,
     layer::LAYER.row,
     layer::ROUTED_LAYER.row,
-    packed::MXFP4.row,
+    packed::GEMM.row,
     packed::MXFP4_E4M3.row,
-    packed::MXFP8.row,
-    packed::NVFP4.row,
-    int4::SM90.row,
     packed::MXFP4_LAYER.row,
     fp8::GEMM.row,
     fp8::WIDE.row,
@@ -129,10 +121,8 @@ pub static FAMILIES: [Row; 64] = [
     fp8::STATIONARY.row,
     fp8::LAYER.row,
     portable::PLAIN.row,
+    portable::PACKED.row,
     portable::MXFP4.row,
-    portable::MXFP8.row,
-    portable::NVFP4.row,
-    int4::PORTABLE.row,
     portable::FP8.row,
     routing::SELECT.row,
     routing::ROUTE.row,
@@ -165,8 +155,7 @@ pub static FAMILIES: [Row; 64] = [
     quant::MXFP4_LAYOUT_SCALES.row,
     quant::MXFP8_PEAK.row,
     quant::MXFP8_PACK.row,
-    quant::NVFP4_PACK.row,
-    int4::PACK.row,
+    quant::PACK.row,
     quant::QUANTIZE_MXFP4.row,
     quant::DEQUANTIZE_MXFP4.row,
     quant::QUANTIZE_MXFP8.row,
@@ -192,7 +181,7 @@ const _: () = {
 #[derive(Clone, Copy)]
 pub struct Row {
     pub family: Family,
-    /// The beginning of the kernels' symbols.
+    /// The beginning of the kernels' symbols. `{form}` stands for the name of a packed form.
     pub name: &'static str,
     /// The struct template in namespace oxmoe whose static `run` is the kernel's body.
     pub device_type: &'static str,
@@ -202,7 +191,7 @@ pub struct Row {
     pub arguments: &'static [Argument],
     /// The parameters in C++, as (type, name). [`Kernels`] takes them from its type.
     parameters: &'static [(&'static str, &'static str)],
-    /// The beginning of the family's unit names, if it is not the header's name.
+    /// The beginning of the family's unit names, if it is not the header's name. `{form}` stands for the name of a packed form.
     pub unit: &'static str,
     /// The arguments by which a family is cut into units; variants of one unit are compiled into one image.
     pub unit_by: &'static [Argument],
@@ -213,7 +202,7 @@ pub struct Row {
     pub shared: Shared,
     /// CTAs that registers and shared memory are meant to allow on one multiprocessor.
     pub ctas: fn(&Variant) -> u32,
-    pub traits: &'static [Trait],
+    pub traits: fn(&Variant) -> &'static [Trait],
 }
 
 impl Row {
@@ -232,7 +221,7 @@ impl Row {
             threads: |_| 1024,
             shared: Shared::Fixed(|_| 0),
             ctas: |_| 1,
-            traits: &[],
+            traits: |_| &[],
         }
     }
 }
@@ -271,6 +260,10 @@ pub enum Argument {
     /// `flag`, with its names if it is false and if it is true. Symbols do not show an empty name.
     Flag(&'static str, &'static str),
     Work,
+    /// The packed form of the weights. Symbols show its option here, and its name where the family's name has `{form}`.
+    Form,
+    /// The struct that packs weights of a form.
+    Packer,
     /// A number after a letter. Symbols do not show a number whose letter is empty.
     Number(fn(&Variant) -> u32, &'static str),
 }
@@ -287,8 +280,6 @@ pub const EXPERTS: Argument = Argument::Number(|v| v.experts, "e");
 pub const CTAS: Argument = Argument::Number(|v| v.ctas, "x");
 pub const RANKS: Argument = Argument::Number(|v| v.ranks, "n");
 pub const CHUNKS: Argument = Argument::Number(|v| v.chunks, "c");
-/// Whether int4 weights have zero points.
-pub const ZEROS: Argument = Argument::Flag("", "_zeros");
 /// Whether top-k is plain: without bias, groups and order by id. Such a kernel has a third of the code.
 pub const PLAIN: Argument = Argument::Flag("_any", "");
 
@@ -316,6 +307,8 @@ pub enum Work {
 pub struct Variant {
     pub family: Family,
     pub element: Element,
+    /// The packed form of weights.
+    pub form: Form,
     /// Whether w13 has a gate and an up row for each column of GEMM1's output.
     pub gated: bool,
     /// An option of the family, which its `arguments` name.
@@ -351,6 +344,7 @@ impl Variant {
     pub const NONE: Variant = Variant {
         family: Family::GroupedGemmSm90,
         element: Element::Bf16,
+        form: Form::Mxfp4,
         gated: false,
         flag: false,
         work: Work::All,
@@ -378,7 +372,7 @@ impl Variant {
     }
 
     fn is(&self, what: Trait) -> bool {
-        self.row().traits.contains(&what)
+        (self.row().traits)(self).contains(&what)
     }
 
     pub fn has_both_gemms(&self) -> bool {
@@ -399,7 +393,19 @@ impl Variant {
 
     /// The kernel's name in the image.
     pub fn symbol(&self) -> String {
-        self.row().arguments.iter().fold(self.row().name.into(), |name: String, argument| name + &argument.name(self))
+        self.row().arguments.iter().fold(self.named(self.row().name), |name, argument| name + &argument.name(self))
+    }
+
+    /// The text with the form's name in the place of `{form}`.
+    fn named(&self, text: &str) -> String {
+        text.replace("{form}", self.form.row().name)
+    }
+
+    /// The headers under csrc/ that define the kernel and its packed form.
+    pub fn headers(&self) -> Vec<&'static str> {
+        let Row { header, arguments, .. } = self.row();
+        let has_form = arguments.iter().any(|argument| matches!(argument, Argument::Form | Argument::Packer));
+        std::iter::once(*header).chain(has_form.then_some(self.form.row().header)).collect()
     }
 
     /// The struct whose static `run` is the kernel's body.
@@ -416,7 +422,7 @@ impl Variant {
     pub fn unit(&self) -> String {
         let Row { header, unit, unit_by, .. } = self.row();
         let stem = header.rsplit('/').next().unwrap_or_default().trim_end_matches(".cuh");
-        let first: String = if unit.is_empty() { stem.into() } else { (*unit).into() };
+        let first = if unit.is_empty() { stem.into() } else { self.named(unit) };
         unit_by.iter().fold(first, |name, argument| name + &argument.name(self))
     }
 
@@ -482,6 +488,8 @@ impl Argument {
             Argument::Gated => if variant.gated { "_gated" } else { "_plain" }.into(),
             Argument::Flag(no, yes) => if variant.flag { yes } else { no }.into(),
             Argument::Work => format!("_{}", variant.work.name()),
+            Argument::Form => variant.form.row().option.into(),
+            Argument::Packer => String::new(),
             Argument::Number(_, "") => String::new(),
             Argument::Number(value, letter) => format!("_{letter}{}", value(variant)),
         }
@@ -494,6 +502,8 @@ impl Argument {
             Argument::Gated => variant.gated.to_string(),
             Argument::Flag(..) => variant.flag.to_string(),
             Argument::Work => format!("oxmoe::allreduce::Work::k{:?}", variant.work),
+            Argument::Form => format!("oxmoe::{}", variant.form.row().device_type),
+            Argument::Packer => format!("oxmoe::{}", variant.form.row().packer),
             Argument::Number(value, _) => value(variant).to_string(),
         }
     }
@@ -563,10 +573,10 @@ pub fn all() -> Vec<Variant> {
         }
         all.push(routing::combine(element).variant());
     }
+    all.extend(forms::all());
     all.extend(packed::all());
-    all.extend(int4::all());
     all.extend(fp8::all());
-    all.extend(portable::packed());
+    all.extend(both_forms(&portable::FP8_TILES));
     all.extend(routing::all());
     all.extend(quant::all());
     all.extend(dense::all());

@@ -9,7 +9,7 @@ use _oxmoe::moe::plan::routing::{self, Logits};
 use _oxmoe::moe::plan::{self, CallDesc, InOrder, Program, Routed, Source, Step, Task, Workspace, X};
 use _oxmoe::params::{Dtype, Tile};
 use _oxmoe::quant::{Format, Weights};
-use _oxmoe::variants::{self, Family, Variant};
+use _oxmoe::variants::{self, Family, Kernel, Variant};
 use _oxmoe::workspace::ALIGNMENT;
 use std::collections::HashSet;
 
@@ -233,8 +233,8 @@ fn every_variant_is_chosen_and_every_choice_is_a_variant() {
     }
     // Loading weights is no part of a layer's plan, nor are all-reduces and the dense GEMM, whose own plans are tested beside them.
     chosen.extend(variants::quant::CONVERSIONS);
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack, Family::Int4Pack];
-    chosen.extend(packers.map(Variant::of));
+    chosen.extend([Family::Mxfp8Peak, Family::Mxfp8Pack].map(Variant::of));
+    chosen.extend(variants::forms::FORMS.iter().filter_map(|row| row.pack).map(Kernel::variant));
     // This kernel reads the scales of tokens that a caller quantised.
     chosen.insert(Variant::of(Family::ExpandScales));
     // These kernels quantise dense tensors.

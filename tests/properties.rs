@@ -16,6 +16,7 @@ use _oxmoe::quant::layouts::{cutlass, hopper, Conversion, Layout, Matrices};
 use _oxmoe::quant::nvfp4::ScaleLayout;
 use _oxmoe::quant::packed::Extent;
 use _oxmoe::quant::{fp8, mxfp4, mxfp8, Format};
+use _oxmoe::variants::Form;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
@@ -282,7 +283,7 @@ fn packed_mxfp4_comes_back() {
         let drawn = bytes_of(!seed, scaled).into_iter();
         let scales: Vec<u8> = drawn.map(|byte| if byte > 250 { 255 } else { least + byte % 12 }).collect();
         let extent =
-            Extent { form: mxfp4::FORM, experts: experts.into(), rows: rows.into(), k: (32 * row_blocks).into() };
+            Extent { form: Form::Mxfp4, experts: experts.into(), rows: rows.into(), k: (32 * row_blocks).into() };
         let (mut given, mut given_scales) = (codes.clone(), scales.clone());
         let mut packed = (vec![0xAA; extent.code_bytes()], vec![0xAA; extent.scale_bytes()]);
         let mut expert_scales = vec![f32::NAN; experts as usize];

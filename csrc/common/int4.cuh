@@ -15,6 +15,9 @@
 #include <cstdint>
 
 #include "mxfp4.cuh"
+#ifdef __CUDACC__
+#include "element.cuh"
+#endif
 
 namespace oxmoe::int4 {
 
@@ -78,12 +81,13 @@ struct Form : mxfp4::Form {
             return {scales.words[group], {kLess + kMiddle * 0x00010001, kLess + kMiddle * 0x00010001}};
         }
     }
-    static __device__ __forceinline__ void decode_word(uint32_t word, const Multipliers& multipliers, uint32_t (&a)[4]) {
+    static __device__ __forceinline__ void decode_words(const uint32_t (&words)[4], int step, const Multipliers& multipliers,
+                                                        uint32_t (&a)[4]) {
         uint32_t bits[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             // NOTE: this is in asm, because with two constants ptxas makes two instructions of it.
-            asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(bits[r]) : "r"(word >> 4 * r), "r"(kInPlace), "r"(kCodes));
+            asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(bits[r]) : "r"(words[step] >> 4 * r), "r"(kInPlace), "r"(kCodes));
             bits[r] = add(bits[r], multipliers.less[r % 2]);
         }
         mxfp4::scale(bits, multipliers.scales, a);
@@ -91,7 +95,72 @@ struct Form : mxfp4::Form {
     static __device__ __forceinline__ void decode(const Codes& codes, int step, const Multipliers& multipliers,
                                                   uint32_t (&a)[4]) {
         const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-        decode_word(words[step], multipliers, a);
+        decode_words(words, step, multipliers, a);
+    }
+    static constexpr bool kOneTile = true;
+};
+
+// The format's parameter of quant/pack.cuh, for both forms. Needs k % 32 == 0, group % 32 == 0, k % group == 0, codes aligned to
+// 16 bytes.
+struct Packer {
+    template <typename Params>
+    static __device__ __forceinline__ void factors(const Params& p, uint32_t expert) {
+        if (threadIdx.x == 0) p.expert_scales[expert] = 1;
+    }
+
+    template <typename Params, typename Fragment>
+    static __device__ __forceinline__ void pack(const Params& p, const Fragment& at) {
+        // Padding has weights of 0: the middle code with the scale 0.
+        uint32_t words[4] = {0x88888888, 0x88888888, 0x88888888, 0x88888888}, scales[2] = {}, zeros = kMiddle * 0x01010101;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = at.row(p, half);
+#pragma unroll
+            for (int group = 0; group < 2; ++group) {
+                const int column = 64 * at.k_block + 32 * group;
+                if (row < 0 || column >= p.k) continue;
+                const size_t first = size_t(at.expert) * p.rows + row, scale = first * (p.k / p.group) + column / p.group;
+                scales[group] |= scale_of(p, scale) << 16 * half;
+                if (p.zeros) {
+                    const int byte = 8 * (2 * group + half);
+                    zeros = (zeros & ~(0xFFu << byte)) | uint32_t(p.zeros[scale]) << byte;
+                }
+                // These are 32 codes: the codes of two k16 steps.
+                const uint4 codes = reinterpret_cast<const uint4*>(p.codes)[(first * p.k + column) / 32];
+                put(words[2 * group], codes.x, codes.y, at.pair(), half);
+                put(words[2 * group + 1], codes.z, codes.w, at.pair(), half);
+            }
+        }
+        *reinterpret_cast<uint4*>(p.packed_codes + at.block() * kCodeBytes + 16 * at.thread) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+        if (at.pair() != 0) return;
+        const bool has_zeros = p.zeros != nullptr;
+        const int quad_words = scale_bytes(has_zeros) / 128;
+        uint32_t* to =
+            reinterpret_cast<uint32_t*>(p.packed_scales + at.block() * scale_bytes(has_zeros)) + at.thread / 4 * quad_words;
+        to[0] = scales[0], to[1] = scales[1];
+        if (has_zeros) to[2] = zeros;
+    }
+
+private:
+    // Puts four codes of a row and k16 step into a word. The step's first and second eight columns are `low` and `high`.
+    static __device__ __forceinline__ void put(uint32_t& word, uint32_t low, uint32_t high, uint32_t pair, int half) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int reg = i / 2 * 2 + half;
+            const uint32_t code = (i < 2 ? low : high) >> (8 * pair + i % 2 * 4) & 15;
+            word = (word & ~place(15, reg, i % 2)) | place(code, reg, i % 2);
+        }
+    }
+
+    // The bits of a scale, rounded to bf16.
+    template <typename Params>
+    static __device__ __forceinline__ uint32_t scale_of(const Params& p, size_t at) {
+        using Dtype = decltype(p.scale_dtype);
+        if (p.scale_dtype == Dtype::Bf16) return reinterpret_cast<const uint16_t*>(p.scales)[at];
+        const float scale = p.scale_dtype == Dtype::F16 ? to_float(reinterpret_cast<const __half*>(p.scales)[at])
+                                                        : reinterpret_cast<const float*>(p.scales)[at];
+        return oxmoe::pack<__nv_bfloat16>(scale, 0) & 0xFFFF;
     }
 };
 #endif

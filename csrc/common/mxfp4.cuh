@@ -111,8 +111,15 @@ struct Form {
     static __device__ __forceinline__ uint32_t multipliers(Scales scales, int group) { return unpack_scales(scales, group); }
     static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
         const uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+        decode_words(words, step, multipliers, a);
+    }
+
+    // Portable kernels decode from `words`, those of a thread's vectors of 16 bytes that have the step.
+    static __device__ __forceinline__ void decode_words(const uint32_t (&words)[4], int step, uint32_t multipliers,
+                                                        uint32_t (&a)[4]) {
         mxfp4::decode(words[step], multipliers, a);
     }
+    static constexpr bool kOneTile = false;  // whether one tile of the portable kernel serves every batch
 
     // finish() changes 8 outputs of a token before they are stored; of_expert() gives it what it needs to know about the expert.
     // If kExchanges is true, lanes exchange values in finish(), and all lanes of the warp must call it.

@@ -120,11 +120,17 @@ struct Form {
     }
     static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
         const uint4& half = codes.halves[step / 2];
+        const uint32_t words[4] = {half.x, half.y, half.z, half.w};
+        decode_words(words, step, multipliers, a);
+    }
+    static __device__ __forceinline__ void decode_words(const uint32_t (&words)[4], int step, uint32_t multipliers,
+                                                        uint32_t (&a)[4]) {
         uint32_t bits[4];
-        take(step % 2 ? half.z : half.x, bits[0], bits[1]);
-        take(step % 2 ? half.w : half.y, bits[2], bits[3]);
+        take(words[step % 2 * 2], bits[0], bits[1]);
+        take(words[step % 2 * 2 + 1], bits[2], bits[3]);
         mxfp4::scale(bits, multipliers, a);
     }
+    static constexpr bool kOneTile = true;
 
     static constexpr bool kExchanges = true;
     // GEMM1's outputs, which went through the activation, are GEMM2's tokens. Four neighbouring lanes hold 32 columns of a token.

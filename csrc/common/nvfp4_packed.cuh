@@ -11,6 +11,7 @@
 #include "mxfp4.cuh"
 #ifdef __CUDACC__
 #include "nvfp4_round.cuh"
+#include "scale_layout.cuh"
 #endif
 
 namespace oxmoe::nvfp4 {
@@ -70,6 +71,64 @@ struct Form : RoundedOutputs {
     }
     static __device__ __forceinline__ void decode(const Codes& codes, int step, uint32_t multipliers, uint32_t (&a)[4]) {
         mxfp4::Form::decode(codes, step, multipliers, a);
+    }
+    static __device__ __forceinline__ void decode_words(const uint32_t (&words)[4], int step, uint32_t multipliers,
+                                                        uint32_t (&a)[4]) {
+        mxfp4::Form::decode_words(words, step, multipliers, a);
+    }
+    static constexpr bool kOneTile = true;
+};
+
+// The format's parameter of quant/pack.cuh. Scales lie row by row or in tiles. Needs k % 16 == 0, codes aligned to 8 bytes.
+struct Packer {
+    template <typename Params>
+    static __device__ __forceinline__ void factors(const Params& p, uint32_t expert) {
+        const uint32_t factors = p.gated ? 2 : 1;
+        if (threadIdx.x >= factors) return;
+        const size_t at = size_t(expert) * factors + threadIdx.x;
+        p.expert_scales[at] = p.factors[at] * kFactor;
+    }
+
+    template <typename Params, typename Fragment>
+    static __device__ __forceinline__ void pack(const Params& p, const Fragment& at) {
+        uint32_t words[4] = {}, bytes[2][4] = {};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int row = at.row(p, half);
+#pragma unroll
+            for (int step = 0; step < 4; ++step) {
+                const int block = 4 * at.k_block + step;
+                if (row < 0 || 16 * block >= p.k) continue;
+                const uint32_t scale = scale_of(p, at.expert, row, block);
+                bytes[half][step] = scale_byte(scale);
+                if (!has_codes(scale)) continue;
+                const size_t place = (size_t(at.expert) * p.rows + row) * (p.k / 16) + block;
+                const uint2 codes = reinterpret_cast<const uint2*>(p.codes)[place];
+                words[step] |= placed(codes.x >> 8 * at.pair(), half, scale) | placed(codes.y >> 8 * at.pair(), half + 2, scale);
+            }
+        }
+        *reinterpret_cast<uint4*>(p.packed_codes + at.block() * kCodeBytes + 16 * at.thread) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+        if (at.pair() != 0) return;
+        uint32_t* scales = reinterpret_cast<uint32_t*>(p.packed_scales + at.block() * kScaleBytes + at.thread / 4 * 8);
+#pragma unroll
+        for (int word = 0; word < 2; ++word) {
+            scales[word] = place_scales(bytes[0][2 * word], bytes[1][2 * word], bytes[0][2 * word + 1], bytes[1][2 * word + 1]);
+        }
+    }
+
+private:
+    // Places two codes of register `reg`, each with the sign of their scale.
+    static __device__ __forceinline__ uint32_t placed(uint32_t codes, int reg, uint32_t scale) {
+        const uint32_t sign = scale >> 4 & 8;
+        return mxfp4::place((codes & 15) ^ sign, reg, 0) | mxfp4::place((codes >> 4 & 15) ^ sign, reg, 1);
+    }
+
+    template <typename Params>
+    static __device__ __forceinline__ uint32_t scale_of(const Params& p, uint32_t expert, int row, int block) {
+        const uint32_t blocks = p.k / 16, padded = p.tile_rows ? (blocks + 3) / 4 * 4 : blocks;
+        const uint32_t rows = p.tile_rows ? (p.rows + p.tile_rows - 1) / p.tile_rows * p.tile_rows : p.rows;
+        return p.scales[size_t(expert) * rows * padded + block_scale_offset(p.tile_rows, row, block, padded)];
     }
 };
 #endif

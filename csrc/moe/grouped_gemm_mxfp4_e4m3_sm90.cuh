@@ -2,7 +2,7 @@
 // activation(scale[row(place)] * (weights[expert(place)] x[row(place)]) + bias[expert(place)]), bf16 out. Weights are decoded to
 // e4m3 in registers, and are wgmma's A. The sums are the tensor core's, which keeps 14 bits, and are not promoted.
 //
-// Stages, copies and schedule are those of grouped_gemm_mxfp4_sm90.cuh. A warp decodes 64 x 64 weights in 40 instructions, three
+// Stages, copies and schedule are those of grouped_gemm_packed_sm90.cuh. A warp decodes 64 x 64 weights in 40 instructions, three
 // of ten on the multiplier's pipe. One wgmma takes twice the K in the same time, so this kernel serves few tokens too.
 //
 // Needs k % 32 == 0 (k counts pairs of columns), rows % 16 == 0 (gated: out_columns % 8 == 0), 16-byte aligned x, weights and

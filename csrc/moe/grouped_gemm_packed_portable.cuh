@@ -7,33 +7,34 @@
 // multiplied by p.expert_scales before the bias. Tokens and codes are zero beyond k, so a scale there may have any finite value.
 // Codes do not depend on p.layout, but the bias does.
 //
-// `Form` has kVectors, the number of 16-byte vectors that a thread has of a block's codes. There is one for every 2048 bytes, and
-// each has a part of the k16 steps. `Form` also has kScaleWords, the number of words of scales that a quad shares, and
-// kFactorsOfHalves (a gated expert's gate and up rows have factors of their own), and
-//   multipliers(scale words, step of the block)
-//   decode(vector, step, multipliers, a)
+// `Packed` is the form of the weights, such as mxfp4::Form.
 #pragma once
 #include "../common/mxfp4.cuh"
 #include "portable.cuh"
 
 namespace oxmoe {
 
-// The part of a `Form` that comes from the `Form` of Hopper's kernels, such as mxfp4::Form.
+// The constants and multipliers of a form of packed weights. A thread has kVectors vectors of 16 bytes of a block's codes, one
+// for every 2048 bytes; each has a part of the k16 steps. A quad shares kScaleWords words of scales.
 template <typename Packed>
 struct PortableForm {
     static constexpr int kVectors = Packed::kCodeBytes / 2048, kScaleWords = Packed::kQuadScales / 4;
     static constexpr bool kFactorsOfHalves = Packed::kFactorsOfHalves;
 
-    static __device__ __forceinline__ uint32_t multipliers(const uint32_t (&scales)[kScaleWords], int step) {
+    // The multipliers of a k16 step of the block.
+    static __device__ __forceinline__ auto multipliers(const uint32_t (&scales)[kScaleWords], int step) {
         if constexpr (kScaleWords == 1)
-            return Packed::multipliers(scales[0], step / Packed::kGroupSteps);
-        else
+            return Packed::multipliers({scales[0]}, step / Packed::kGroupSteps);
+        else if constexpr (kScaleWords == 2)
             return Packed::multipliers({scales[0], scales[1]}, step / Packed::kGroupSteps);
+        else
+            return Packed::multipliers({scales[0], scales[1], scales[2]}, step / Packed::kGroupSteps);
     }
 };
 
-template <typename Form, bool Gated, int Tokens, int Rows, int Warps, int Stages, int Vector>
+template <bool Gated, typename Packed, int Tokens, int Rows, int Warps, int Stages, int Vector>
 struct GroupedGemmPackedPortable {
+    using Form = PortableForm<Packed>;
     using Element = __nv_bfloat16;
     using Shape = PortableShape<Element, Gated, Tokens, Rows, Warps, 1, Vector, StraightRows<Gated>>;
     using Loop = PortableLoop<GroupedGemmPackedPortable>;
@@ -44,7 +45,8 @@ struct GroupedGemmPackedPortable {
     static constexpr int kScaleWords = Form::kScaleWords, kScaleBytes = kScaleWords * mxfp4::kScaleBytes;
     static constexpr int kWeightBytes = kBlocks * (kCodeBytes + kScaleBytes);
     static constexpr int kThreads = Shape::kThreads, kStages = Stages;
-    static constexpr int kFewestGroups = Form::kFewestGroups;
+    // With one group a decoded weight serves half of the mma.
+    static constexpr int kFewestGroups = Tokens == 16 || Packed::kOneTile ? 1 : 2;
     static constexpr bool kScaled = true, kRowsScaled = false;
     static constexpr int kSharedBytes = Stages * (kWeightBytes + Shape::kTokenBytes);
     static_assert(Shape::kBlockK == mxfp4::kBlockK && kCodeBytes % (16 * kThreads) == 0, "a pass copies of one block");
@@ -136,7 +138,7 @@ struct GroupedGemmPackedPortable {
 #pragma unroll
                 for (int m = 0; m < Shape::kSlices; ++m) {
                     uint32_t a[4];
-                    Form::decode(codes[m], k, Form::multipliers(scales[m], k), a);
+                    Packed::decode_words(codes[m], k, Form::multipliers(scales[m], k), a);
 #pragma unroll
                     for (int n = 0; n < Groups; ++n) sm80::multiply_add<Element>(sums[m][n], a, b[n][0], b[n][1]);
                 }

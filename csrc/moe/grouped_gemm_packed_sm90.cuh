@@ -31,7 +31,7 @@
 
 namespace oxmoe {
 
-template <typename Form, bool Gated, int MaxTokens, int Consumers, int Stages, int Blocks>
+template <bool Gated, typename Form, int MaxTokens, int Consumers, int Stages, int Blocks>
 struct GroupedGemmPackedSm90 {
     using Pipeline = PackedPipelineSm90<Form, Gated, MaxTokens, Consumers, Stages, Blocks, false>;
     using Base = typename Pipeline::Base;    // GEMM1

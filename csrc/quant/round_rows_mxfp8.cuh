@@ -1,5 +1,5 @@
-// Rounds rows of bf16 to the bf16 numbers that MXFP8 has for them, which moe/grouped_gemm_mxfp8_sm90.cuh and
-// grouped_gemm_mxfp8_portable.cuh read. src/cpu/mxfp8.rs is the same on the host.
+// Rounds rows of bf16 to the bf16 numbers that MXFP8 has for them, which moe/grouped_gemm_packed_sm90.cuh and
+// grouped_gemm_packed_portable.cuh read. src/cpu/mxfp8.rs is the same on the host.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 // Rounds rows of bf16 to the bf16 numbers that NVFP4 has for them, or converts NVFP4 codes to these numbers.
-// moe/grouped_gemm_nvfp4_sm90.cuh reads them if activations are NVFP4. src/cpu/round_nvfp4.rs is the same on the host.
+// moe/grouped_gemm_packed_sm90.cuh reads them if activations are NVFP4. src/cpu/round_nvfp4.rs is the same on the host.
 #pragma once
 #include <cstdint>
 

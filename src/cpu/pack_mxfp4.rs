@@ -3,9 +3,9 @@
 use super::{slice, slice_mut};
 use crate::parallel::*;
 use crate::params::{PackMxfp4Params, W13Layout};
-use crate::quant::mxfp4;
 use crate::quant::packed::{self, Extent, CODE_BYTES, SCALE_BYTES};
 use crate::quant::packed_e4m3 as e4m3;
+use crate::variants::Form;
 
 const SCALED: usize = 32;
 const SCALED_BYTES: usize = SCALED / 2;
@@ -34,7 +34,7 @@ struct Sizes {
 
 impl Sizes {
     fn of(p: &PackMxfp4Params) -> Sizes {
-        let (extent, experts) = (Extent::of(mxfp4::FORM, p), p.experts as usize);
+        let (extent, experts) = (Extent::of(Form::Mxfp4, p), p.experts as usize);
         let scales = experts * p.rows as usize * p.row_blocks as usize;
         let (packed_codes, packed_scales) = (extent.code_bytes(), extent.scale_bytes());
         Sizes { codes: scales * SCALED_BYTES, scales, packed_codes, packed_scales, experts }
@@ -82,7 +82,7 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
             slice_mut(p.expert_scales, sizes.experts),
         )
     };
-    let (extent, row_blocks, k) = (Extent::of(mxfp4::FORM, p), p.row_blocks as usize, p.k as usize);
+    let (extent, row_blocks, k) = (Extent::of(Form::Mxfp4, p), p.row_blocks as usize, p.k as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     expert_scales.par_iter_mut().enumerate().for_each(|(expert, expert_scale)| {
         let rows = (0..p.used_rows as usize).map(|row| (expert * p.rows as usize + row) * row_blocks);
@@ -166,7 +166,7 @@ pub unsafe fn unpack_mxfp4(p: &PackMxfp4Params) {
     };
     // SAFETY: the caller's contract. These tensors are apart from everything else.
     let (codes, scales) = unsafe { (slice_mut(p.codes, sizes.codes), slice_mut(p.scales, sizes.scales)) };
-    let (extent, rows, row_blocks) = (Extent::of(mxfp4::FORM, p), p.rows as usize, p.row_blocks as usize);
+    let (extent, rows, row_blocks) = (Extent::of(Form::Mxfp4, p), p.rows as usize, p.row_blocks as usize);
     let (row_tiles, k_blocks) = (extent.row_tiles() as usize, extent.k_blocks() as usize);
     if codes.is_empty() {
         return;

@@ -255,7 +255,7 @@ mod tests {
         assert_eq!(chosen, table.into_iter().collect());
     }
 
-    /// The launches that were fastest on an H200; see docs/measured.md.
+    /// The launches that were fastest on an H200; see docs/measured_kernels.md.
     #[test]
     fn ctas_of_models_sizes() {
         let device = Device::typical(Arch::SM90);

@@ -14,7 +14,7 @@ pub mod plain;
 use super::layer::Layer;
 use super::operands::{Operands, PackedTensors};
 use super::options::Options;
-use crate::contract;
+use super::packing;
 use crate::error::Result;
 use crate::tensor::Contract;
 use pyo3::prelude::*;
@@ -38,10 +38,10 @@ pub trait Source {
     fn pack<'py>(
         &self,
         layer: &mut Layer,
-        _contract: &mut Contract<'_>,
-        _operands: &Operands<'py>,
+        contract: &mut Contract<'_>,
+        operands: &Operands<'py>,
     ) -> Result<[PackedTensors<'py>; 2]> {
-        contract!("format {:?} has no packed form", layer.desc.format.spec().name)
+        packing::pack_both(layer, contract, operands)
     }
 }
 

@@ -178,7 +178,7 @@ impl Matrix {
         const NONE: (*const u8, usize) = (std::ptr::null(), 0);
         let (weights, scales, of_rows) = if let Some(Packed { form, codes, scales, expert_scales }) = packed {
             let extent = Extent { form, experts: desc.experts, rows: self.rows, k: self.k };
-            let factors = if form.factors_of_halves && names[0] == "w13" && desc.gated { 2 } else { 1 };
+            let factors = if form.row().factors_of_halves && names[0] == "w13" && desc.gated { 2 } else { 1 };
             let factors = (expert_scales.cast(), experts * factors * number);
             ((codes, extent.code_bytes()), (scales, extent.scale_bytes()), factors)
         } else if let Some(blocks) = blocks {

@@ -6,12 +6,12 @@ use crate::contract;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::kernel::Stream;
-use crate::params::W13Layout;
+use crate::params::{PackParams, W13Layout};
+use crate::quant::blocks::Blocks;
 use crate::quant::ops::check_vectors;
-use crate::quant::packed::{self, Extent, Form, Packed};
+use crate::quant::packed::{self, Extent, Packed};
 use crate::tensor::{Borrowed, Contract, Elem, Place};
-use crate::variants::signature::Parameter;
-use crate::variants::Kernel;
+use crate::variants::Form;
 
 /// The name of the launches in errors.
 pub const OP: &str = "ExpertWeights: packing";
@@ -51,7 +51,7 @@ impl<'py> NewPacked<'py> {
         let mut new = |shape: &[i64], elem| new_tensor(contract, beside, shape, elem);
         let (codes, scales) = (new(&extent.codes_shape(), Elem::U8)?, new(&extent.scales_shape(), Elem::U8)?);
         let factors_of_expert =
-            if gated && extent.form.factors_of_halves { &[extent.experts, 2][..] } else { &[extent.experts] };
+            if gated && extent.form.row().factors_of_halves { &[extent.experts, 2][..] } else { &[extent.experts] };
         let factors = new(factors_of_expert, Elem::F32)?;
         Ok(NewPacked { codes, scales, factors })
     }
@@ -67,52 +67,56 @@ impl<'py> NewPacked<'py> {
     }
 }
 
-/// A checkpoint's matrix that is packed, and where its packed form goes.
-pub struct Source<'a> {
-    pub matrix: &'a Matrix,
-    pub experts: i32,
-    pub rows: i32,
-    pub k: i32,
-    /// Whether the rows are gate and up rows, in `layout`.
-    pub gated: bool,
-    pub layout: W13Layout,
-    pub codes: *mut u8,
-    pub scales: *mut u8,
-    pub factors: *mut f32,
-}
-
-/// Packs w13 and w2 into new tensors, with a launch each; `layer` then describes the packed form. `params` makes the parameters of the
-/// kernel that packs.
-pub fn pack_both<'py, P: Parameter>(
+/// Packs w13 and w2 into new tensors, with a launch each of the form's packer; `layer` then describes the packed form.
+pub fn pack_both<'py>(
     layer: &mut Layer,
     contract: &mut Contract<'_>,
     operands: &Operands<'py>,
-    kernel: Kernel<P>,
-    params: impl Fn(&Source<'_>) -> Result<P>,
 ) -> Result<[PackedTensors<'py>; 2]> {
     let (experts, layout, gated) = (layer.desc.experts, layer.layout, layer.desc.gated);
-    let Some(packing) = layer.desc.format.spec().packing else {
+    let form = layer.desc.format.spec().packing.map(|packing| packing.form);
+    let Some((form, kernel)) = form.and_then(|form| form.row().pack.map(|kernel| (form, kernel))) else {
         contract!("format {:?} has no packed form", layer.desc.format.spec().name);
     };
     let stream = stream("w13", &operands.w13, contract)?;
     let mut pack = |names: [&'static str; 2], given: &Borrowed<'py>, matrix: &mut Matrix, gated| -> Result<_> {
         check_vectors(names[0], given)?;
-        let extent = Extent { form: packing.form, experts, rows: matrix.rows, k: matrix.k };
+        let Some(Blocks { kind, scales, layout: scale_layout, factors, groups, .. }) = matrix.blocks else {
+            contract!("{}: no block scales", names[0]);
+        };
+        let extent = Extent { form, experts, rows: matrix.rows, k: matrix.k };
         let made = NewPacked::new(contract, &operands.w13, &extent, gated)?;
-        let source = Source {
-            matrix,
+        let params = PackParams {
+            codes: matrix.data,
+            scales,
+            group: (groups.blocks * kind.columns) as i32,
+            scale_dtype: groups.dtype,
+            tile_rows: scale_layout.tile_rows(),
+            zeros: groups.zeros,
+            factors,
             experts: experts as i32,
             rows: matrix.rows as i32,
             k: matrix.k as i32,
             gated,
             layout,
-            codes: made.codes.data,
-            scales: made.scales.data,
-            factors: made.factors.data.cast(),
+            packed_codes: made.codes.data,
+            packed_scales: made.scales.data,
+            expert_scales: made.factors.data.cast(),
         };
-        packed::launch_pack(&stream, OP, kernel, extent, &params(&source)?)?;
-        Ok(made.describe(packing.form, names, matrix))
+        packed::launch_pack(&stream, OP, kernel, extent, &params)?;
+        Ok(made.describe(form, names, matrix))
     };
     let up = pack(["w13", "w13_scale"], &operands.w13, &mut layer.up, gated)?;
-    Ok([up, pack(["w2", "w2_scale"], &operands.w2, &mut layer.down, false)?])
+    let down = pack(["w2", "w2_scale"], &operands.w2, &mut layer.down, false)?;
+    layer.layout = in_halves(layout);
+    Ok([up, down])
+}
+
+/// The layout of packed weights' biases: whole halves, in the order of the halves that were given.
+fn in_halves(layout: W13Layout) -> W13Layout {
+    match layout {
+        W13Layout::GateUp64 => W13Layout::GateUp,
+        W13Layout::UpGate64 => W13Layout::UpGate,
+        other => other,
+    }
 }

@@ -1,35 +1,11 @@
-//! Parameters for NVFP4 weights and activations of layers.
+//! Parameters for NVFP4 activations of layers.
 
 #[cxx::bridge(namespace = "oxmoe")]
 pub mod ffi {
     unsafe extern "C++" {
         include!("oxmoe/src/params/common.rs.h");
         type Dtype = crate::params::common::ffi::Dtype;
-        type W13Layout = crate::params::common::ffi::W13Layout;
         type Tile = crate::params::common::ffi::Tile;
-    }
-
-    /// A checkpoint's NVFP4 matrices and the packed form that is made of them (csrc/common/nvfp4_packed.cuh).
-    #[derive(Clone, Copy, Debug)]
-    struct PackNvfp4Params {
-        /// Codes `[experts, rows, k / 2]`.
-        codes: *const u8,
-        /// e4m3 `[experts, rows, k / 16]`. With tiles, rows and columns of scales are padded to whole tiles.
-        scales: *const u8,
-        /// Rows of a tile of scales, 128. 0 if scales lie row by row.
-        tile_rows: i32,
-        /// fp32 `[experts]`, or `[experts, 2]` (gate, up) if `gated`.
-        factors: *const f32,
-        experts: i32,
-        rows: i32,
-        k: i32,
-        /// Whether rows are gate and up rows, in `layout`.
-        gated: bool,
-        layout: W13Layout,
-        packed_codes: *mut u8,
-        packed_scales: *mut u8,
-        /// The factors of an expert's sums, in the shape of `factors`.
-        expert_scales: *mut f32,
     }
 
     /// Rows that are rounded to NVFP4 or expanded from it; the result is numbers of the compute type.

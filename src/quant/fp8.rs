@@ -1,9 +1,9 @@
 //! e4m3 with fp32 scales: groups of a token's columns, and blocks of weights.
 
-use super::{mxfp4, Activations, Format, QuantSpec, Weights, E4M3_SPEED};
+use super::{plain, Activations, Format, QuantSpec, Weights, E4M3_SPEED};
 use crate::cpu::element::Element;
 use crate::cpu::narrow::e4m3;
-use crate::params::Fp8Scaling;
+use crate::params::{Dtype, Fp8Scaling};
 use crate::variants::portable;
 
 /// Columns of an activation row, and rows and columns of a weight matrix, that share a scale in `Format::Fp8Block`.
@@ -28,17 +28,13 @@ pub const BLOCK_ROW: QuantSpec = QuantSpec {
 
 /// The format whose matrices have one scale each, or one for each row. Activations have one scale for all rows of a call.
 pub const TENSOR_ROW: QuantSpec = QuantSpec {
-    format: Format::Fp8Tensor,
-    name: "fp8_tensor",
     weights: Weights::Fp8,
     activations: Activations::Fp8(Fp8Scaling::Peak),
-    bits_per_weight: 8.0,
     block: GROUP as i64,
     inner_block: LEAST_COLUMNS,
     speed: E4M3_SPEED,
     portable: &portable::FP8_TILES,
-    packing: None,
-    ..mxfp4::ROW
+    ..plain(Format::Fp8Tensor, "fp8_tensor", Dtype::Bf16, 8.0)
 };
 
 /// The format fp8_tensor with a scale for each row of activations.

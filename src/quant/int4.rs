@@ -5,12 +5,11 @@
 //! the bit.
 
 use super::blocks::{BlockKind, Blocks, CodeRow};
-use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
-use super::{mxfp4, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
+use super::{packed_as, Borders, Format, QuantSpec, Weights};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::params::Dtype;
-use crate::variants::int4;
+use crate::variants::Form;
 
 /// The least number of columns that share a scale. The columns of a group are a multiple of it.
 pub const BLOCK: usize = 32;
@@ -18,37 +17,26 @@ pub const BLOCK: usize = 32;
 /// The zero point of formats without zero points.
 pub const MIDDLE: u8 = 8;
 
-/// The format without zero points. `bits_per_weight` counts the packed form, which has a bf16 scale for 32 columns even if groups are
-/// longer.
+/// The format without zero points. Its packed form has a bf16 scale for 32 columns even if groups are longer.
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Int4,
     name: "int4",
     weights: Weights::Int4,
-    bits_per_weight: 4.5,
     block: BLOCK as i64,
     inner_block: BLOCK as i64,
     bare_tensors: false,
-    portable: &int4::PORTABLE_TILES,
-    packing: Some(Packing {
-        form: Form { code_bytes: CODE_BYTES, scale_bytes: 2 * SCALE_BYTES, factors_of_halves: false },
-        tiles: PackedTiles::Together { tiles: &int4::TILES, fours: &int4::FOURS },
-        borders: Borders::FourBits,
-    }),
-    ..mxfp4::ROW
+    ..packed_as(Form::Int4, Borders::FourBits)
 };
 
 /// The format with a zero point for each scale.
 pub const ZEROS_ROW: QuantSpec = QuantSpec {
     format: Format::Int4Zeros,
     name: "int4-zeros",
-    bits_per_weight: 4.75,
-    portable: &int4::PORTABLE_ZEROS_TILES,
-    packing: Some(Packing {
-        form: Form { code_bytes: CODE_BYTES, scale_bytes: 3 * SCALE_BYTES, factors_of_halves: false },
-        tiles: PackedTiles::Together { tiles: &int4::ZEROS_TILES, fours: &int4::ZEROS_FOURS },
-        borders: Borders::FourBits,
-    }),
-    ..ROW
+    weights: Weights::Int4,
+    block: BLOCK as i64,
+    inner_block: BLOCK as i64,
+    bare_tensors: false,
+    ..packed_as(Form::Int4Zeros, Borders::FourBits)
 };
 
 pub static BLOCKS: BlockKind = BlockKind {

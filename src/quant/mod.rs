@@ -21,9 +21,8 @@ pub mod row_ops;
 pub mod scale_layout;
 
 use crate::error::{Error, Result};
-use crate::params::{Dtype, Fp8Scaling, GemmPairParams, GroupedGemmParams};
-use crate::variants::{portable, Kernel};
-use packed::Form;
+use crate::params::{Dtype, Fp8Scaling, GroupedGemmParams};
+use crate::variants::{portable, Form, Kernel};
 
 /// The formats of [`FORMATS`], in its order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -117,21 +116,21 @@ pub struct QuantSpec {
     pub packing: Option<Packing>,
 }
 
-/// The packed form of weights, and the tiles of the Hopper kernel that reads it.
+/// The packed form of weights, and how the Hopper kernels that read it are launched.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Packing {
     pub form: Form,
-    pub tiles: PackedTiles,
+    pub gemms: PackedGemms,
     /// The borders between one tile and the next.
     pub borders: Borders,
 }
 
-/// The tiles of a packed format on Hopper, ordered by tokens.
+/// The GEMMs of a packed format on Hopper.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum PackedTiles {
-    /// A launch has both GEMMs. `fours`: tiles for a K of whole pipeline stages of four blocks.
-    Together { tiles: &'static [Kernel<GemmPairParams>], fours: &'static [Kernel<GemmPairParams>] },
-    /// Each GEMM has a launch.
+pub enum PackedGemms {
+    /// A launch has both GEMMs, with the form's tiles.
+    Together,
+    /// Each GEMM has a launch, with these tiles, ordered by tokens.
     Apart(&'static [Kernel<GroupedGemmParams>]),
 }
 
@@ -167,18 +166,33 @@ pub const FORMATS: [QuantSpec; 14] = [
     int4::ZEROS_ROW,
 ];
 
+/// The row of weights that are plain numbers.
 const fn plain(format: Format, name: &'static str, compute: Dtype, bits_per_weight: f64) -> QuantSpec {
     QuantSpec {
         format,
         name,
         weights: Weights::Plain,
+        activations: Activations::Kept,
         compute,
         bits_per_weight,
         block: 1,
         inner_block: 1,
+        speed: 1.0,
+        cuda: true,
+        bare_tensors: true,
         portable: &portable::PLAIN_TILES,
         packing: None,
-        ..mxfp4::ROW
+    }
+}
+
+/// The part of a row that follows from the packed form of its weights. The row itself says which format it is.
+const fn packed_as(form: Form, borders: Borders) -> QuantSpec {
+    let block_bits = 8 * form.block_bytes();
+    QuantSpec {
+        bits_per_weight: block_bits as f64 / (packed::BLOCK_ROWS * packed::BLOCK_K) as f64,
+        portable: form.row().portable,
+        packing: Some(Packing { form, gemms: PackedGemms::Together, borders }),
+        ..plain(Format::Bf16, "", Dtype::Bf16, 16.0)
     }
 }
 

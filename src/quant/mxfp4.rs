@@ -1,41 +1,28 @@
 //! MXFP4 (OCP Microscaling Formats 1.0): e2m1 elements, two a byte with the low nibble first, and one E8M0 scale for 32 of them.
 
 use super::blocks::{byte_a_block, BlockKind, Blocks, CodeRow};
-use super::packed::{Form, Packers, CODE_BYTES, SCALE_BYTES};
-use super::{e2m1, packed_e4m3, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights, E4M3_SPEED};
+use super::packed::Packers;
+use super::{
+    e2m1, packed_as, packed_e4m3, Activations, Borders, Format, PackedGemms, Packing, QuantSpec, Weights, E4M3_SPEED,
+};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::parallel::*;
-use crate::params::Dtype;
-use crate::variants::{self, packed, portable};
+use crate::variants::{self, packed, Form};
 use half::{bf16, f16};
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
 
-/// The format MXFP4. Rows of other formats start from this one.
+/// The format MXFP4.
 pub const ROW: QuantSpec = QuantSpec {
     format: Format::Mxfp4,
     name: "mxfp4",
     weights: Weights::Mxfp4,
-    activations: Activations::Kept,
-    compute: Dtype::Bf16,
-    bits_per_weight: 4.25,
     block: BLOCK as i64,
     inner_block: BLOCK as i64,
-    speed: 1.0,
-    cuda: true,
-    bare_tensors: true,
-    portable: &portable::MXFP4_TILES,
-    packing: Some(Packing {
-        form: FORM,
-        tiles: PackedTiles::Together { tiles: &packed::MXFP4_TILES, fours: &packed::MXFP4_FOURS },
-        borders: Borders::FourBits,
-    }),
+    ..packed_as(Form::Mxfp4, Borders::FourBits)
 };
-
-/// The packed form that GPU kernels read.
-pub const FORM: Form = Form { code_bytes: CODE_BYTES, scale_bytes: SCALE_BYTES, factors_of_halves: false };
 
 /// The kernels that pack.
 pub const PACKERS: Packers =
@@ -47,7 +34,11 @@ pub const A8_ROW: QuantSpec = QuantSpec {
     name: "mxfp4-a8",
     activations: Activations::E4m3Rows,
     speed: E4M3_SPEED,
-    packing: Some(Packing { form: FORM, tiles: PackedTiles::Apart(&packed::MXFP4_E4M3_TILES), borders: Borders::E4m3 }),
+    packing: Some(Packing {
+        form: Form::Mxfp4,
+        gemms: PackedGemms::Apart(&packed::MXFP4_E4M3_TILES),
+        borders: Borders::E4m3,
+    }),
     ..ROW
 };
 

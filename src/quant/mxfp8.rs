@@ -1,10 +1,10 @@
 //! MXFP8 (OCP Microscaling Formats 1.0): e4m3 elements and one E8M0 scale for 32 of them.
 
 use super::blocks::{byte_a_block, BlockKind};
-use super::packed::{Form, Packers, CODE_BYTES, SCALE_BYTES};
-use super::{e2m1, mxfp4, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
+use super::packed::Packers;
+use super::{e2m1, packed_as, Activations, Borders, Format, QuantSpec, Weights};
 use crate::cpu::narrow::{e4m3, e4m3_value};
-use crate::variants::{self, packed, portable};
+use crate::variants::{self, Form};
 use half::bf16;
 use std::sync::LazyLock;
 
@@ -17,16 +17,9 @@ pub const ROW: QuantSpec = QuantSpec {
     name: "mxfp8",
     weights: Weights::Mxfp8,
     activations: Activations::Mxfp8,
-    bits_per_weight: 8.25,
     block: BLOCK as i64,
     inner_block: BLOCK as i64,
-    portable: &portable::MXFP8_TILES,
-    packing: Some(Packing {
-        form: Form { code_bytes: 2 * CODE_BYTES, scale_bytes: SCALE_BYTES, factors_of_halves: false },
-        tiles: PackedTiles::Together { tiles: &packed::MXFP8_TILES, fours: &[] },
-        borders: Borders::Mxfp8,
-    }),
-    ..mxfp4::ROW
+    ..packed_as(Form::Mxfp8, Borders::Mxfp8)
 };
 
 /// The kernels that pack.

@@ -3,14 +3,13 @@
 
 use super::blocks::{BlockKind, Blocks, CodeRow};
 use super::mxfp4::Expand;
-use super::packed::{Form, CODE_BYTES, SCALE_BYTES};
 pub use super::scale_layout::ScaleLayout;
-use super::{mxfp4, Activations, Borders, Format, PackedTiles, Packing, QuantSpec, Weights};
+use super::{packed_as, Activations, Borders, Format, QuantSpec, Weights};
 use crate::cpu::element::{for_dtype, Element};
 use crate::cpu::instructions::InstructionSet;
 use crate::cpu::narrow::{e2m1, e4m3, e4m3_value};
 use crate::quant::e2m1::VALUES;
-use crate::variants::{packed, portable};
+use crate::variants::Form;
 use half::{bf16, f16};
 use std::sync::LazyLock;
 
@@ -22,17 +21,10 @@ pub const ROW: QuantSpec = QuantSpec {
     format: Format::Nvfp4,
     name: "nvfp4",
     weights: Weights::Nvfp4,
-    bits_per_weight: 4.5,
     block: BLOCK as i64,
     inner_block: BLOCK as i64,
     bare_tensors: false,
-    portable: &portable::NVFP4_TILES,
-    packing: Some(Packing {
-        form: Form { code_bytes: CODE_BYTES, scale_bytes: 2 * SCALE_BYTES, factors_of_halves: true },
-        tiles: PackedTiles::Together { tiles: &packed::NVFP4_TILES, fours: &packed::NVFP4_FOURS },
-        borders: Borders::FourBitsOfOneWidth,
-    }),
-    ..mxfp4::ROW
+    ..packed_as(Form::Nvfp4, Borders::FourBitsOfOneWidth)
 };
 
 /// The format on GPUs whose activations are rounded to NVFP4, too.

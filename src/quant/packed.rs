@@ -6,24 +6,14 @@ use crate::error::Result;
 use crate::kernel::{Arguments, Launch, Stream};
 use crate::params::{PackMxfp4Params, ScaleBytesParams};
 use crate::variants::quant::{MXFP4_SCALE_BYTES, MXFP4_UNPACK, PACK_BLOCKS};
-use crate::variants::Kernel;
+use crate::variants::{Form, Kernel};
 
-/// Rows and columns of a block, the bytes of its codes (in MXFP4), and the bytes of its scales.
+/// Rows and columns of a block.
 pub const BLOCK_ROWS: i64 = 64;
 pub const BLOCK_K: i64 = 64;
-pub const CODE_BYTES: usize = 2048;
-pub const SCALE_BYTES: usize = 128;
-
-/// The packed form of a format's weights. Each packed format has its form in its own file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Form {
-    /// Bytes of a block's codes.
-    pub code_bytes: usize,
-    /// Bytes of a block's scales.
-    pub scale_bytes: usize,
-    /// Whether gate and up rows of an expert have a factor each.
-    pub factors_of_halves: bool,
-}
+/// Bytes of a block's codes and of its scales in MXFP4.
+pub const CODE_BYTES: usize = Form::Mxfp4.row().code_bytes as usize;
+pub const SCALE_BYTES: usize = Form::Mxfp4.row().scale_bytes as usize;
 
 /// The kernels that pack a format's weights and find the factors of experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,19 +61,19 @@ impl Extent {
     }
 
     pub fn code_bytes(self) -> usize {
-        self.blocks() * self.form.code_bytes
+        self.blocks() * self.form.row().code_bytes as usize
     }
 
     pub fn scale_bytes(self) -> usize {
-        self.blocks() * self.form.scale_bytes
+        self.blocks() * self.form.row().scale_bytes as usize
     }
 
     pub fn codes_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), self.form.code_bytes as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.row().code_bytes.into()]
     }
 
     pub fn scales_shape(self) -> [i64; 4] {
-        [self.experts, self.row_tiles(), self.k_blocks(), self.form.scale_bytes as i64]
+        [self.experts, self.row_tiles(), self.k_blocks(), self.form.row().scale_bytes.into()]
     }
 }
 

@@ -12,6 +12,7 @@ use crate::kernel::Stream;
 use crate::params::PackMxfp4Params;
 use crate::sizes::{int, product};
 use crate::tensor::{Contract, Dim, Elem, Place};
+use crate::variants::Form;
 use pyo3::prelude::*;
 
 type Triple<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
@@ -54,7 +55,7 @@ pub fn pack_mxfp4<'py>(
         contract.check("scales", &from_scales, &dims(lead, &[Dim::Named("rows"), Dim::Is("K / 32", groups)]), &E8M0)?;
         check_rows("codes", rows, bytes * 2, gated)?;
         check_vectors("codes", &from)?;
-        let extent = Extent { form: mxfp4::FORM, experts: count(lead)?.into(), rows, k: bytes * 2 };
+        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: bytes * 2 };
         let to = contract.new_output("packed codes", &from, &shape(lead, &extent.codes_shape()[1..]), Elem::U8)?;
         let scales_shape = shape(lead, &extent.scales_shape()[1..]);
         let to_scales = contract.new_output("packed scales", &from, &scales_shape, Elem::U8)?;
@@ -115,7 +116,7 @@ pub fn unpack_mxfp4<'py>(
         }
         check_rows("rows, columns", rows, columns, gated)?;
         let lead = leading("codes", &from, 3, "row tiles, K blocks, 2048")?;
-        let extent = Extent { form: mxfp4::FORM, experts: count(lead)?.into(), rows, k: columns };
+        let extent = Extent { form: Form::Mxfp4, experts: count(lead)?.into(), rows, k: columns };
         let trailing = |last: &'static str, bytes: usize| {
             let tiles =
                 [Dim::Is("ceil(rows / 64)", extent.row_tiles()), Dim::Is("ceil(columns / 64)", extent.k_blocks())];

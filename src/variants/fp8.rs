@@ -80,7 +80,7 @@ pub const LAYER: Kernels<RoutedLayer> = Kernels::new(Row {
     // The CTAs take all shared memory of the SM.
     shared: Shared::Fixed(|v| aligned(228 * 1024 / v.ctas - 1024)),
     ctas: |v| v.ctas,
-    traits: &[Trait::OneLaunch, Trait::Counts],
+    traits: |_| &[Trait::OneLaunch, Trait::Counts],
     ..Row::new(
         Family::RoutedLayerFp8Sm90,
         "routed_layer_fp8_sm90",

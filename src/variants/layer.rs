@@ -9,13 +9,13 @@ pub const LAYER: Kernels<Layer> = Kernels::new(Row {
     threads: |_| 256,
     shared: Shared::Fixed(|v| shared_bytes(v, 2 * 16 * 128 + 4)),
     ctas: |_| 2,
-    traits: &[Trait::OneLaunch],
+    traits: |_| &[Trait::OneLaunch],
     ..Row::new(Family::LayerSm90, "layer_sm90", "LayerSm90", "moe/layer_sm90.cuh")
 });
 
 pub const ROUTED_LAYER: Kernels<RoutedLayer> = Kernels::new(Row {
     shared: Shared::Fixed(|v| shared_bytes(v, INNER_COLUMNS * 2 * v.tokens + 24 + 720)),
-    traits: &[Trait::OneLaunch, Trait::Counts],
+    traits: |_| &[Trait::OneLaunch, Trait::Counts],
     family: Family::RoutedLayerSm90,
     name: "routed_layer_sm90",
     device_type: "RoutedLayerSm90",

@@ -3,19 +3,21 @@
 
 use super::*;
 
-pub const MXFP4: Kernels<GemmPairParams> = Kernels::new(Row {
-    arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES, BLOCKS],
-    unit_by: &[Argument::Gated],
+/// The GEMMs of a packed form and bf16 activations. `forms.rs` has their tiles.
+pub const GEMM: Kernels<GemmPairParams> = Kernels::new(Row {
+    arguments: &[Argument::Gated, Argument::Form, TOKENS, CONSUMERS, STAGES, BLOCKS],
+    unit: "grouped_gemm_{form}_sm90",
+    unit_by: &[Argument::Gated, Argument::Form],
     hopper: true,
     threads: |v| 128 * (1 + v.consumers),
-    shared: Shared::Fixed(|v| shared_bytes(v, 2048)),
-    ctas: |v| ctas(v, 2048),
-    traits: &[Trait::BothGemms, Trait::Counts],
+    shared: Shared::Fixed(shared_bytes),
+    ctas: |v| ctas_of(v, shared_bytes(v)),
+    traits: |v| v.form.row().traits,
     ..Row::new(
-        Family::GroupedGemmMxfp4Sm90,
-        "grouped_gemm_mxfp4_sm90",
-        "GroupedGemmMxfp4Sm90",
-        "moe/grouped_gemm_mxfp4_sm90.cuh",
+        Family::GroupedGemmPackedSm90,
+        "grouped_gemm_{form}_sm90",
+        "GroupedGemmPackedSm90",
+        "moe/grouped_gemm_packed_sm90.cuh",
     )
 });
 
@@ -25,33 +27,13 @@ pub const MXFP4_E4M3: Kernels<GroupedGemmParams> = Kernels::new(Row {
     name: "grouped_gemm_mxfp4_e4m3_sm90",
     device_type: "GroupedGemmMxfp4E4m3Sm90",
     header: "moe/grouped_gemm_mxfp4_e4m3_sm90.cuh",
+    arguments: &[Argument::Gated, TOKENS, CONSUMERS, STAGES, BLOCKS],
+    unit: "",
+    unit_by: &[Argument::Gated],
     shared: Shared::Fixed(e4m3_shared_bytes),
     ctas: |v| ctas_of(v, e4m3_shared_bytes(v)),
-    traits: &[],
-    ..MXFP4.row
-});
-
-/// The GEMM of MXFP8 weights. A block of codes has twice MXFP4's bytes.
-pub const MXFP8: Kernels<GemmPairParams> = Kernels::new(Row {
-    family: Family::GroupedGemmMxfp8Sm90,
-    name: "grouped_gemm_mxfp8_sm90",
-    device_type: "GroupedGemmMxfp8Sm90",
-    header: "moe/grouped_gemm_mxfp8_sm90.cuh",
-    shared: Shared::Fixed(|v| shared_bytes(v, 4096)),
-    ctas: |v| ctas(v, 4096),
-    traits: &[Trait::BothGemms],
-    ..MXFP4.row
-});
-
-/// The GEMM of NVFP4 weights. A block has twice MXFP4's bytes of scales.
-pub const NVFP4: Kernels<GemmPairParams> = Kernels::new(Row {
-    family: Family::GroupedGemmNvfp4Sm90,
-    name: "grouped_gemm_nvfp4_sm90",
-    device_type: "GroupedGemmNvfp4Sm90",
-    header: "moe/grouped_gemm_nvfp4_sm90.cuh",
-    shared: Shared::Fixed(|v| shared_bytes(v, 2048 + 128)),
-    ctas: |v| ctas(v, 2048 + 128),
-    ..MXFP4.row
+    traits: |_| &[],
+    ..GEMM.row
 });
 
 /// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a
@@ -68,7 +50,7 @@ pub const MXFP4_LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     threads: |v| 32 * (v.warps + 4),
     shared: Shared::Fixed(|_| LAYER_SHARED_BYTES),
     ctas: |_| 2,
-    traits: &[Trait::OneLaunch, Trait::Counts],
+    traits: |_| &[Trait::OneLaunch, Trait::Counts],
     ..Row::new(
         Family::RoutedLayerMxfp4Sm90,
         "routed_layer_mxfp4_sm90",
@@ -77,100 +59,13 @@ pub const MXFP4_LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     )
 });
 
-pub const fn tile<P: Signature>(
-    kernels: &Kernels<P>,
-    tokens: u32,
-    consumers: u32,
-    stages: u32,
-    blocks: u32,
-) -> Kernel<P> {
-    kernels.with(Variant { tokens, consumers, stages, blocks, ..Variant::NONE })
-}
-
-const fn mxfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
-    tile(&MXFP4, tokens, consumers, stages, blocks)
-}
-
-/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP4_TILES: [Kernel<GemmPairParams>; 7] = [
-    mxfp4(16, 1, 3, 5),
-    mxfp4(16, 2, 3, 5),
-    mxfp4(32, 3, 3, 5),
-    mxfp4(64, 3, 4, 3),
-    mxfp4(80, 3, 4, 3),
-    mxfp4(128, 3, 4, 2),
-    mxfp4(192, 3, 5, 1),
-];
-
-/// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
-pub const MXFP4_FOURS: [Kernel<GemmPairParams>; 3] = [mxfp4(48, 4, 3, 4), mxfp4(64, 4, 3, 4), mxfp4(80, 3, 3, 4)];
-
 const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GroupedGemmParams> {
-    tile(&MXFP4_E4M3, tokens, consumers, stages, blocks)
+    MXFP4_E4M3.with(Variant { form: Form::Mxfp4, tokens, consumers, stages, blocks, ..Variant::NONE })
 }
 
 /// The tiles for e4m3 activations. A stage has an even number of blocks.
 pub const MXFP4_E4M3_TILES: [Kernel<GroupedGemmParams>; 5] =
     [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
-
-const fn mxfp8(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
-    tile(&MXFP8, tokens, consumers, stages, blocks)
-}
-
-/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too. The first is for few work units.
-pub const MXFP8_TILES: [Kernel<GemmPairParams>; 8] = [
-    mxfp8(16, 1, 3, 3),
-    mxfp8(16, 2, 2, 4),
-    mxfp8(32, 3, 3, 4),
-    mxfp8(48, 4, 4, 2),
-    mxfp8(64, 3, 3, 3),
-    mxfp8(80, 3, 4, 2),
-    mxfp8(128, 3, 3, 2),
-    mxfp8(192, 3, 5, 1),
-];
-
-const fn nvfp4(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<GemmPairParams> {
-    tile(&NVFP4, tokens, consumers, stages, blocks)
-}
-
-/// The tiles, sorted by tokens. Each serves every narrower tile at its own width too.
-pub const NVFP4_TILES: [Kernel<GemmPairParams>; 6] = [
-    nvfp4(16, 2, 3, 5),
-    nvfp4(32, 2, 2, 5),
-    nvfp4(64, 3, 4, 3),
-    nvfp4(80, 3, 4, 3),
-    nvfp4(128, 3, 4, 2),
-    nvfp4(192, 3, 5, 1),
-];
-
-/// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
-pub const NVFP4_FOURS: [Kernel<GemmPairParams>; 3] = [nvfp4(48, 4, 3, 4), nvfp4(64, 4, 3, 4), nvfp4(80, 3, 3, 4)];
-
-/// The kernels of a row with these tiles' sizes, and with a flag.
-pub const fn like<P: Signature, const N: usize>(
-    kernels: &Kernels<P>,
-    flag: bool,
-    mut tiles: [Kernel<P>; N],
-) -> [Kernel<P>; N] {
-    let mut i = 0;
-    while i < N {
-        tiles[i] = kernels.with(tiles[i].variant()).flag(flag);
-        i += 1;
-    }
-    tiles
-}
-
-/// A list of `first`, then `tiles`. `M` is one more than the number of `tiles`.
-pub const fn behind<P, const N: usize, const M: usize>(first: Kernel<P>, tiles: [Kernel<P>; N]) -> [Kernel<P>; M] {
-    assert!(M == N + 1);
-    let mut all = [first; M];
-    let mut i = 0;
-    while i < N {
-        all[i + 1] = tiles[i];
-        i += 1;
-    }
-    all
-}
 
 pub const MXFP4_LAYER_TILE: Kernel<RoutedLayerParams> =
     MXFP4_LAYER.with(Variant { tokens: 8, warps: 12, blocks: 4, stages: 3, ..Variant::NONE });
@@ -192,27 +87,23 @@ pub fn fits_beside_rings(tile: &Variant, up: i64, down: i64) -> bool {
 pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for gated in [true, false] {
-        all.extend(MXFP4_TILES.iter().chain(&MXFP4_FOURS).map(|tile| tile.gated(gated).variant()));
         all.extend(MXFP4_E4M3_TILES.map(|tile| tile.gated(gated).variant()));
         all.push(MXFP4_LAYER_TILE.gated(gated).variant());
     }
-    all.extend(both_forms(&MXFP8_TILES));
-    all.extend(both_forms(&NVFP4_TILES));
-    all.extend(both_forms(&NVFP4_FOURS));
     all
 }
 
 /// Bytes of `PackedPipelineSm90::Shared`: stages, staged outputs (two chunks a consumer), row offsets and work units (two of each),
-/// barriers. `codes`: bytes of a block's codes, and of its scales beyond MXFP4's 128.
-pub fn shared_bytes(v: &Variant, codes: u32) -> u32 {
-    let stage = (v.blocks * (v.tokens * 128 + v.consumers * (codes + 128))).next_multiple_of(1024);
+/// barriers.
+fn shared_bytes(v: &Variant) -> u32 {
+    let stage = (v.blocks * (v.tokens * 128 + v.consumers * v.form.block_bytes())).next_multiple_of(1024);
     // The kernels have GEMM2's epilogue too, so gated kernels stage as many bytes as others.
     (v.stages * stage + behind_stages(v, 128, v.tokens.min(32), 32)).next_multiple_of(1024)
 }
 
 /// Bytes of `PackedPipelineSm90::Shared` with e4m3 activations. The scales of three units' tokens lie before the stages.
 fn e4m3_shared_bytes(v: &Variant) -> u32 {
-    let stage = (v.blocks * (v.tokens * 64 + v.consumers * (2048 + 128))).next_multiple_of(1024);
+    let stage = (v.blocks * (v.tokens * 64 + v.consumers * v.form.block_bytes())).next_multiple_of(1024);
     let (bytes, full) = if v.gated { (64, v.tokens.min(64)) } else { (128, v.tokens.min(32)) };
     let scales = (3 * v.tokens * 4).next_multiple_of(1024);
     (scales + v.stages * stage + behind_stages(v, bytes, full, 16)).next_multiple_of(1024)
@@ -222,10 +113,6 @@ fn e4m3_shared_bytes(v: &Variant) -> u32 {
 fn behind_stages(v: &Variant, bytes: u32, full: u32, unit: u32) -> u32 {
     let chunk = bytes * if v.tokens.is_multiple_of(full) && v.consumers < 4 { full } else { 16 };
     2 * v.consumers * chunk + 2 * v.tokens * 4 + 2 * unit + 8 * (2 * v.stages + 7)
-}
-
-pub fn ctas(v: &Variant, codes: u32) -> u32 {
-    ctas_of(v, shared_bytes(v, codes))
 }
 
 /// CTAs that shared memory and 65536 registers allow on one SM.

@@ -17,33 +17,24 @@ pub const PLAIN: Kernels<GroupedGemmParams> = Kernels::new(Row {
     )
 });
 
-/// The GEMM of packed MXFP4 weights. `vector`: elements of a load of activations.
-pub const MXFP4: Kernels<GroupedGemmParams> = Kernels::new(Row {
-    family: Family::GroupedGemmMxfp4Portable,
-    name: "grouped_gemm_mxfp4_portable",
-    device_type: "GroupedGemmMxfp4Portable",
-    header: "moe/grouped_gemm_mxfp4_portable.cuh",
-    arguments: &[Argument::Gated, TOKENS, ROWS, WARPS, STAGES, VECTOR],
-    unit_by: &[Argument::Gated],
-    ..PLAIN.row
-});
-
-pub const MXFP8: Kernels<GroupedGemmParams> = Kernels::new(Row {
-    family: Family::GroupedGemmMxfp8Portable,
-    name: "grouped_gemm_mxfp8_portable",
-    device_type: "GroupedGemmMxfp8Portable",
-    header: "moe/grouped_gemm_mxfp8_portable.cuh",
-    arguments: &[Argument::Gated, TOKENS, ROWS, WARPS, STAGES],
+/// The GEMM of a packed form. `forms.rs` has the tiles.
+pub const PACKED: Kernels<GroupedGemmParams> = Kernels::new(Row {
+    family: Family::GroupedGemmPackedPortable,
+    name: "grouped_gemm_{form}_portable",
+    device_type: "GroupedGemmPackedPortable",
+    header: "moe/grouped_gemm_packed_portable.cuh",
+    arguments: &[Argument::Gated, Argument::Form, TOKENS, ROWS, WARPS, STAGES, Argument::Number(|v| v.vector, "")],
+    unit: "grouped_gemm_{form}_portable",
     unit_by: &[],
     ..PLAIN.row
 });
 
-pub const NVFP4: Kernels<GroupedGemmParams> = Kernels::new(Row {
-    family: Family::GroupedGemmNvfp4Portable,
-    name: "grouped_gemm_nvfp4_portable",
-    device_type: "GroupedGemmNvfp4Portable",
-    header: "moe/grouped_gemm_nvfp4_portable.cuh",
-    ..MXFP8.row
+/// The GEMM of packed MXFP4 weights, which alone takes every K. `vector`: elements of a load of activations.
+pub const MXFP4: Kernels<GroupedGemmParams> = Kernels::new(Row {
+    family: Family::GroupedGemmMxfp4Portable,
+    arguments: &[Argument::Gated, Argument::Form, TOKENS, ROWS, WARPS, STAGES, VECTOR],
+    unit_by: &[Argument::Gated],
+    ..PACKED.row
 });
 
 /// The GEMM of e4m3 weights with block scales.
@@ -52,11 +43,18 @@ pub const FP8: Kernels<GroupedGemmParams> = Kernels::new(Row {
     name: "grouped_gemm_fp8_portable",
     device_type: "GroupedGemmFp8Portable",
     header: "moe/grouped_gemm_fp8_portable.cuh",
-    ..MXFP8.row
+    arguments: &[Argument::Gated, TOKENS, ROWS, WARPS, STAGES],
+    unit_by: &[],
+    ..PLAIN.row
 });
 
-pub const fn tile(kernels: &Kernels<GroupedGemmParams>, tokens: u32, stages: u32) -> Kernel<GroupedGemmParams> {
+const fn tile(kernels: &Kernels<GroupedGemmParams>, tokens: u32, stages: u32) -> Kernel<GroupedGemmParams> {
     kernels.with(Variant { tokens, rows: 128, warps: 4, stages, ..Variant::NONE })
+}
+
+/// A tile of a packed form.
+pub const fn packed_tile(form: Form, tokens: u32, stages: u32) -> Kernel<GroupedGemmParams> {
+    PACKED.with(Variant { form, ..tile(&PLAIN, tokens, stages).variant() })
 }
 
 /// The tile with loads of one element.
@@ -73,30 +71,15 @@ pub const PLAIN_TILES: [Kernel<GroupedGemmParams>; 4] =
 pub const MXFP4_TILES: [Kernel<GroupedGemmParams>; 4] =
     [tile(&MXFP4, 16, 6), tile(&MXFP4, 64, 4), tile(&MXFP4, 128, 2), by_element(&MXFP4, 64, 3)];
 
-/// Packed MXFP8, NVFP4 and int4 (its tiles are in `int4.rs`) have one tile, so that there are few instances. It multiplies only the tokens
-/// that there are. Two CTAs fit in 99 KiB. The choice was not measured.
-pub const MXFP8_TILES: [Kernel<GroupedGemmParams>; 1] = [tile(&MXFP8, 64, 3)];
-pub const NVFP4_TILES: [Kernel<GroupedGemmParams>; 1] = [tile(&NVFP4, 64, 3)];
-
 /// A stage of e4m3 with block scales has 128 K. There are two stages, so that two CTAs fit in 99 KiB (with 16 tokens four in 163 KiB). The
 /// choice was not measured.
 pub const FP8_TILES: [Kernel<GroupedGemmParams>; 2] = [tile(&FP8, 16, 2), tile(&FP8, 64, 2)];
 
-/// The kernels of all weights that do not have 16 bits.
-pub fn packed() -> impl Iterator<Item = Variant> {
-    // Each unit of MXFP4 holds one form, gated or plain.
-    let mxfp4 = [true, false].into_iter().flat_map(|gated| MXFP4_TILES.map(|tile| tile.gated(gated).variant()));
-    mxfp4.chain(both_forms(&MXFP8_TILES)).chain(both_forms(&NVFP4_TILES)).chain(both_forms(&FP8_TILES))
-}
-
-/// Bytes of the stages. A token has 128 bytes in a stage, which are 64 K (e4m3: 128 K). A weight row has 128 bytes too, or 34, 36, 38 or 66
-/// if it is packed. With e4m3 the stage also has the scales of tokens and of two blocks of rows.
-pub const fn shared_bytes(v: &Variant) -> u32 {
+/// Bytes of the stages. A token has 128 bytes in a stage, which are 64 K (e4m3: 128 K). A weight row has 128 bytes too, or fewer if it is
+/// packed. With e4m3 the stage also has the scales of tokens and of two blocks of rows.
+pub fn shared_bytes(v: &Variant) -> u32 {
     let weights = match v.family {
-        Family::GroupedGemmMxfp4Portable => v.rows * 34,
-        Family::GroupedGemmMxfp8Portable => v.rows * 66,
-        Family::GroupedGemmNvfp4Portable => v.rows * 36,
-        Family::GroupedGemmInt4Portable => v.rows * int4::row_bytes(v),
+        Family::GroupedGemmPackedPortable | Family::GroupedGemmMxfp4Portable => v.rows / 64 * v.form.block_bytes(),
         Family::GroupedGemmFp8Portable => v.rows * 128 + (v.tokens * 4 + 8).next_multiple_of(128),
         _ => v.rows * 128,
     };

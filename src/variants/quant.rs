@@ -9,7 +9,7 @@ const fn fp8(family: Family, name: &'static str, device_type: &'static str, head
 
 /// Quantises rows to e4m3 with a scale for each group of columns.
 pub const QUANTIZE_FP8: Kernels<QuantizeFp8Params> = Kernels::new(Row {
-    traits: &[Trait::Streams],
+    traits: |_| &[Trait::Streams],
     ..fp8(Family::QuantizeFp8, "quantize_fp8", "QuantizeFp8", "quant/quantize_fp8.cuh")
 });
 /// Quantises a schedule's rows to e4m3 with a scale for each group of columns.
@@ -64,7 +64,7 @@ pub const QUANTIZE_TILES_E4M3: Kernels<TileRowsParams> = Kernels::new(Row {
 pub const ROUND_ROWS_MXFP8: Kernels<QuantizeRowsParams> = Kernels::new(Row {
     threads: |_| 256,
     ctas: |_| 6,
-    traits: &[Trait::Streams],
+    traits: |_| &[Trait::Streams],
     ..Row::new(Family::RoundRowsMxfp8, "round_rows_mxfp8", "RoundRowsMxfp8", "quant/round_rows_mxfp8.cuh")
 });
 /// Rounds a schedule's rows of bf16 to the numbers of MXFP8, on Hopper.
@@ -105,7 +105,7 @@ pub const ROUND_ROWS_NVFP4_PORTABLE: Kernels<RoundNvfp4Params> = Kernels::new(Ro
 pub const PACK_BLOCKS: u32 = 4;
 
 /// A kernel that brings weights into the packed form or back.
-pub const fn pack(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
+const fn pack(family: Family, name: &'static str, device_type: &'static str, header: &'static str) -> Row {
     Row { threads: |_| 128 * PACK_BLOCKS, ctas: |_| 2, ..Row::new(family, name, device_type, header) }
 }
 
@@ -124,8 +124,16 @@ pub const MXFP8_PEAK: Kernels<PackMxfp4Params> =
     Kernels::new(peak(Family::Mxfp8Peak, "mxfp8_peak", "Mxfp8Peak", "quant/pack_mxfp8.cuh"));
 pub const MXFP8_PACK: Kernels<PackMxfp4Params> =
     Kernels::new(pack(Family::Mxfp8Pack, "mxfp8_pack", "Mxfp8Pack", "quant/pack_mxfp8.cuh"));
-pub const NVFP4_PACK: Kernels<PackNvfp4Params> =
-    Kernels::new(pack(Family::Nvfp4Pack, "nvfp4_pack", "Nvfp4Pack", "quant/pack_nvfp4.cuh"));
+/// Packs weights of a packed form (`forms.rs`).
+pub const PACK: Kernels<PackParams> = Kernels::new(Row {
+    arguments: &[Argument::Packer],
+    unit: "pack_{form}",
+    ..pack(Family::Pack, "{form}_pack", "Pack", "quant/pack.cuh")
+});
+
+pub const fn pack_of(form: Form) -> Kernel<PackParams> {
+    PACK.with(Variant { form, ..Variant::NONE })
+}
 
 /// Makes E8M0 bytes of fp32 powers of two.
 pub const MXFP4_SCALE_BYTES: Kernels<ScaleBytesParams> = Kernels::new(Row {
@@ -233,7 +241,7 @@ const ROUNDINGS: [Family; 15] = [
 
 /// Every kernel of this file.
 pub fn all() -> Vec<Variant> {
-    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack, Family::Nvfp4Pack].map(Variant::of);
+    let packers = [Family::Mxfp8Peak, Family::Mxfp8Pack].map(Variant::of);
     let dense = [Family::QuantizeMxfp8, Family::DequantizeMxfp8].map(Variant::of);
     let mut all = ROUNDINGS.map(Variant::of).to_vec();
     all.extend(CONVERSIONS);

@@ -49,7 +49,7 @@ pub const COMBINE: Kernels<CombineParams> = Kernels::new(Row {
     arguments: &[Argument::Element],
     threads: |_| 128,
     ctas: |_| 8,
-    traits: &[Trait::Streams],
+    traits: |_| &[Trait::Streams],
     ..Row::new(Family::Combine, "combine", "Combine", "moe/combine.cuh")
 });
 

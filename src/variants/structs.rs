@@ -11,9 +11,8 @@ structs! {
     MmMxfp8FewParams
     MmMxfp8Params
     OrderedGemmParams
-    PackInt4Params
     PackMxfp4Params
-    PackNvfp4Params
+    PackParams
     QuantizeFp8Params
     QuantizeMxfp4Params
     QuantizeMxfp8Params

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from ranks import (
     check_norm,
     check_quant,
     crc,
+    crews,
     draw,
     poison,
     quant_operands,
@@ -28,12 +28,7 @@ from ranks import (
     total,
 )
 
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Crew]:
-    crew = Crew(4)
-    yield crew
-    crew.close()
+four = crews(4)
 
 
 def every_pattern(

@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,14 +16,9 @@ import torch
 import oxmoe
 from fake_cuda.tensors import Tensor as CudaTensor
 from oxmoe import AllReduceFusionPattern as Pattern
-from ranks import Crew, Rank, raised, same_bits, total
+from ranks import Crew, Rank, crews, raised, same_bits, total
 
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Crew]:
-    crew = Crew(4)
-    yield crew
-    crew.close()
+four = crews(4)
 
 
 # Several processes

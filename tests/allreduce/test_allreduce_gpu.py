@@ -13,32 +13,15 @@ import torch.distributed as dist
 
 import oxmoe
 from oxmoe import AllReduceFusionPattern as Pattern
-from ranks import DTYPES, WORLDS, Crew, Rank, alike, crc, draw, make, on_cpu, poison, raised, same_bits, seed_of
+from ranks import DTYPES, WORLDS, Crew, Rank, alike, crc, crews, draw, make, on_cpu, poison, raised, same_bits, seed_of
 
 _GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
-
-@pytest.fixture(scope="module", params=WORLDS)
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    crew = Crew(request.param, gpus=True)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Crew]:
-    crew = Crew(1, gpus=True)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Crew]:
-    """Starts four ranks on the GPUs of this machine. Ranks on one GPU take turns in slices of milliseconds, so calls
-    are slow."""
-    crew = Crew(4, gpus=True)
-    yield crew
-    crew.close()
+crew = crews(WORLDS, gpus=True)
+alone = crews(1, gpus=True)
+# Starts four ranks on the GPUs of this machine. Ranks on one GPU take turns in slices of milliseconds, so calls
+# are slow.
+shared = crews(4, gpus=True)
 
 
 def compare(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from ranks import (
     Rank,
     alike,
     crc,
+    crews,
     draw,
     make,
     on_cpu,
@@ -30,19 +30,8 @@ from ranks import (
     seed_of,
 )
 
-
-@pytest.fixture(scope="module", params=WORLDS)
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    crew = Crew(request.param, gpus=True)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Crew]:
-    crew = Crew(1, gpus=True)
-    yield crew
-    crew.close()
+crew = crews(WORLDS, gpus=True)
+alone = crews(1, gpus=True)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,12 +47,8 @@ def on_gpu(operands: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Crew]:
-    """Starts four ranks on the GPUs of this machine, in time slices."""
-    crew = Crew(4, gpus=True)
-    yield crew
-    crew.close()
+# Starts four ranks on the GPUs of this machine, in time slices.
+shared = crews(4, gpus=True)
 
 
 # (tokens, hidden, NVFP4's layout, scale group).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,11 @@ import oxmoe
 from oxmoe import AllReduceFusionPattern as Pattern
 from oxmoe.allreduce.exchange import FunctionLink, StoreExchange
 from oxmoe.testing import same_bits
-from ranks import Crew, Rank, seed_of
+from ranks import Crew, Rank, crews, seed_of
 
 T, H = 5, 64
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[Crew]:
-    crew = Crew(2)
-    yield crew
-    crew.close()
+two = crews(2)
 
 
 class Backend:

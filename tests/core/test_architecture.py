@@ -235,6 +235,24 @@ def test_the_folder_of_rooms_is_not_on_the_path() -> None:
     assert str(ROOT / "tests") not in sys.path
 
 
+def test_files_that_a_packed_format_takes() -> None:
+    """int4 is named in the code of eight files, those that CONTRIBUTING lists. The public functions that convert other
+    projects' int4, the peers and SGLang's plugin are not counted."""
+    names = re.compile(r"\bInt4|\bint4(?=::|;| \{)|\"int4|\bdef int4\b")
+    folders = [(ROOT / "src", "*.rs"), (ROOT / "csrc", "*.cuh"), (ROOT / "python" / "oxmoe" / "formats", "*.py")]
+    paths = [*(path for folder, files in folders for path in folder.rglob(files)), ROOT / "python/oxmoe/_oxmoe.pyi"]
+    # CUDA has a type of the same name.
+    texts = {path: re.sub(r"//.*|\bu?int4 [*a-z]|<const int4", "", path.read_text()) for path in paths}
+    named = {path.relative_to(ROOT).as_posix() for path, text in texts.items() if names.search(text)}
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    table = page.partition("### A weight format\n")[2].partition("\nThe dequantisation of int4")[0]
+    listed = {
+        name for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+/.*?)`", row)
+    }
+    assert named == listed
+    assert len(named) == 8 and f"take {len(named)} files" in table
+
+
 def test_imports_are_found_where_they_hide() -> None:
     text = """
 from oxmoe import _oxmoe, quantize

@@ -4,7 +4,6 @@ The rows have moe's bits on one device, and the sums are near fp64."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from oxmoe import quantize, reference
 from oxmoe.sglang import deepep
 from oxmoe.sglang.dispatch import MASKED, TOKENS
 from oxmoe.testing import relative_norm, same_bits
-from ranks import WORLDS, Crew, Rank, seed_of
+from ranks import WORLDS, Crew, Rank, crews, seed_of
 
 FORMATS = ("bf16", "fp8_block", "mxfp4", "nvfp4")
 # Low latency: room for each expert's rows. Normal: rows of one expert behind each other, with counts or with each
@@ -36,26 +35,9 @@ ROUTINGS = ("uniform", "skewed", "uneven", "holes", "duplicates", "one_expert", 
 # Bars of ||result - fp64|| / ||fp64||: two roundings to bf16; with fp8 tokens, also two roundings to e4m3.
 NORMS = {"bf16": 8e-3, "fp8_block": 6e-2, "mxfp4": 8e-3, "nvfp4": 8e-3}
 
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[Crew]:
-    crew = Crew(4)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Crew]:
-    crew = Crew(1, gpus=True)
-    yield crew
-    crew.close()
-
-
-@pytest.fixture(scope="module", params=WORLDS)
-def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
-    crew = Crew(request.param, gpus=True)
-    yield crew
-    crew.close()
+four = crews(4)
+alone = crews(1, gpus=True)
+crew = crews(WORLDS, gpus=True)
 
 
 # The layer

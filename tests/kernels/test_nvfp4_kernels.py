@@ -22,12 +22,13 @@ BF16 = 2
 # block.
 DECODER = """
 #pragma once
-#include "csrc/quant/pack_nvfp4.cuh"
+#include "csrc/common/nvfp4_packed.cuh"
+#include "csrc/quant/pack.cuh"
 
 namespace oxmoe {
 struct DecodeNvfp4 {
     static constexpr int kThreads = 128, kSharedBytes = 0;
-    static void run(const PackNvfp4Params& p) {
+    static void run(const PackParams& p) {
         using Form = nvfp4::Form;
         const size_t block = blockIdx.x, thread = threadIdx.x;
         const auto codes = Form::load_codes(p.packed_codes + block * Form::kCodeBytes + thread * Form::kThreadCodes);
@@ -133,7 +134,7 @@ struct CheckNvfp4 {
 def packer(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     folder: Path = tmp_path_factory.mktemp("pack")
     (folder / "decode.cuh").write_text(DECODER)
-    kernels = {"pack": ("Nvfp4Pack", "PackNvfp4Params"), "decode": ("DecodeNvfp4", "PackNvfp4Params")}
+    kernels = {"pack": ("Pack<oxmoe::nvfp4::Packer>", "PackParams"), "decode": ("DecodeNvfp4", "PackParams")}
     return HostCtas(folder, ["../decode.cuh"], kernels, 900)
 
 

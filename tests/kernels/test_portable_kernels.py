@@ -42,6 +42,21 @@ def gemms(
     }
 
 
+def packed(
+    kernel: str, form: str, tiles: dict[int, tuple[int, int]], vector: int = 8, suffix: str = ""
+) -> dict[str, tuple[str, str]]:
+    """Returns kernels of a packed form by name. The names end in `suffix`."""
+    gemm = "GroupedGemmPackedPortable"
+    return {
+        f"{kernel}_{kind}_{tokens}{suffix}": (
+            f"{gemm}<{is_gated}, oxmoe::{form}, {tokens}, 128, {warps}, {stages}, {vector}>",
+            "GroupedGemmParams",
+        )
+        for tokens, (warps, stages) in tiles.items()
+        for kind, is_gated in (("gated", "true"), ("plain", "false"))
+    }
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
     kernels = gemms("", PLAIN_TILES, "8", "__nv_bfloat16, ") | gemms("", {64: (4, 2)}, "1", "__nv_bfloat16, ")
@@ -50,37 +65,36 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
 
 @pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
 def mxfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
-    kernels = gemms("Mxfp4", MXFP4_TILES, "8") | gemms("Mxfp4", {64: (4, 3)}, "1")
+    kernels = packed("Mxfp4", "mxfp4::Form", MXFP4_TILES, 8, "8")
+    kernels |= packed("Mxfp4", "mxfp4::Form", {64: (4, 3)}, 1, "1")
     kernels |= {"pack": ("Mxfp4Pack", "PackMxfp4Params")}
-    headers = ["moe/grouped_gemm_mxfp4_portable.cuh", "quant/pack_mxfp4.cuh"]
+    headers = ["moe/grouped_gemm_packed_portable.cuh", "quant/pack_mxfp4.cuh"]
     return HostCtas(tmp_path_factory.mktemp("mxfp4"), headers, kernels, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
 def mxfp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
-    kernels = gemms("Mxfp8", MXFP8_TILES) | {"pack": ("Mxfp8Pack", "PackMxfp4Params")}
+    kernels = packed("Mxfp8", "mxfp8::Form", MXFP8_TILES) | {"pack": ("Mxfp8Pack", "PackMxfp4Params")}
     kernels |= {"round_rows": ("RoundRowsMxfp8", "QuantizeRowsParams")}
-    headers = ["moe/grouped_gemm_mxfp8_portable.cuh", "quant/pack_mxfp8.cuh", "quant/round_rows_mxfp8.cuh"]
+    headers = ["moe/grouped_gemm_packed_portable.cuh", "quant/pack_mxfp8.cuh", "quant/round_rows_mxfp8.cuh"]
     return HostCtas(tmp_path_factory.mktemp("mxfp8"), headers, kernels, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
 def nvfp4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
-    kernels = gemms("Nvfp4", NVFP4_TILES) | {"pack": ("Nvfp4Pack", "PackNvfp4Params")}
-    headers = ["moe/grouped_gemm_nvfp4_portable.cuh", "quant/pack_nvfp4.cuh"]
+    kernels = packed("Nvfp4", "nvfp4::Form", NVFP4_TILES)
+    kernels |= {"pack": ("Pack<oxmoe::nvfp4::Packer>", "PackParams")}
+    headers = ["moe/grouped_gemm_packed_portable.cuh", "common/nvfp4_packed.cuh", "quant/pack.cuh"]
     return HostCtas(tmp_path_factory.mktemp("nvfp4"), headers, kernels, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 900], ids=lambda arch: f"sm_{arch // 10}")
 def int4(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> HostCtas:
-    kernels = {
-        f"{name}{zeros}": (kernel.replace(", 64,", f", {'true' if zeros else 'false'}, 64,", 1), struct)
-        for zeros in ("", "_zeros")
-        for name, (kernel, struct) in gemms("Int4", INT4_TILES).items()
-    }
-    headers = ["moe/grouped_gemm_int4_portable.cuh", "quant/pack_int4.cuh"]
-    pack = {"pack": ("Int4Pack", "PackInt4Params")}
-    return HostCtas(tmp_path_factory.mktemp("int4"), headers, kernels | pack, request.param)
+    kernels = packed("Int4", "int4::Form<false>", INT4_TILES)
+    kernels |= packed("Int4", "int4::Form<true>", INT4_TILES, suffix="_zeros")
+    kernels |= {"pack": ("Pack<oxmoe::int4::Packer>", "PackParams")}
+    headers = ["moe/grouped_gemm_packed_portable.cuh", "common/int4.cuh", "quant/pack.cuh"]
+    return HostCtas(tmp_path_factory.mktemp("int4"), headers, kernels, request.param)
 
 
 @pytest.fixture(scope="module", params=[800, 890], ids=lambda arch: f"sm_{arch // 10}")

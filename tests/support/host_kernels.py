@@ -17,7 +17,7 @@ from fake_cuda.harness import STRUCTS
 from host_build import compiled, cxx
 
 ROOT = Path(__file__).parents[2]
-PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "int4", "quant", "dense", "tiles")
+PARAMETERS = ("common", "allreduce", "moe", "nvfp4", "pack", "quant", "dense", "tiles")
 TYPES = {
     "bool": "bool",
     "i32": "int32_t",

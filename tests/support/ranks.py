@@ -7,7 +7,7 @@ import os
 import socket
 import traceback
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -119,6 +119,19 @@ class Crew:
             process.join(2)
             if process.is_alive():
                 process.kill()
+
+
+def crews(worlds: int | Sequence[Any], gpus: bool = False) -> Any:
+    """Makes a fixture: a crew of so many ranks for the tests of a module, or crews of several sizes one after the
+    other."""
+
+    @pytest.fixture(scope="module", params=None if isinstance(worlds, int) else worlds)
+    def crew(request: pytest.FixtureRequest) -> Iterator[Crew]:
+        made = Crew(worlds if isinstance(worlds, int) else request.param, gpus)
+        yield made
+        made.close()
+
+    return crew
 
 
 def raised(call: Callable[[], Any]) -> tuple[str, str]:

@@ -43,6 +43,7 @@ class Format:
     draw: Callable[
         [int, int, int, str], Experts
     ]  # arguments: experts, rows, columns, device; a product with rows of size one has size one
+    packed_bits: float | None = None  # bits of a weight in the packed form of GPUs, if it has more than the checkpoint
 
 
 @functools.cache

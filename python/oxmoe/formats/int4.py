@@ -377,5 +377,5 @@ def _draw(experts: int, rows: int, columns: int, device: str, *, group: int, has
 # Groups of 32 are Kimi K2's. Groups of 128 with zero points are AWQ's.
 DRAWN = {
     "int4": drawn.Format(4.5, functools.partial(_draw, group=32, has_zeros=False)),
-    "int4-zeros": drawn.Format(4.1875, functools.partial(_draw, group=128, has_zeros=True)),
+    "int4-zeros": drawn.Format(4.1875, functools.partial(_draw, group=128, has_zeros=True), packed_bits=4.75),
 }

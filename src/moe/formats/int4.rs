@@ -6,16 +6,14 @@ use crate::contract;
 use crate::desc::LayerDesc;
 use crate::error::{guard, Error, Result};
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
 use crate::moe::options::{compute_type, Common, Options};
-use crate::moe::packing;
 use crate::moe::weights::ExpertWeights;
-use crate::params::{Dtype, PackInt4Params};
+use crate::params::Dtype;
 use crate::quant::blocks::{Blocks, Groups};
 use crate::quant::int4::{BLOCK, BLOCKS};
 use crate::quant::{self, Format};
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Origin, Place, View};
-use crate::variants;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -124,34 +122,6 @@ impl Source for Spec {
             Ok(both) => Ok(Layer::described((desc, w13.place), both, (layout, activation))),
             Err(_) => contract!("w13 and w2: both are needed"),
         }
-    }
-
-    fn pack<'py>(
-        &self,
-        layer: &mut Layer,
-        contract: &mut Contract<'_>,
-        operands: &Operands<'py>,
-    ) -> Result<[PackedTensors<'py>; 2]> {
-        packing::pack_both(layer, contract, operands, variants::int4::PACK.kernel(), |source| {
-            let Some(Blocks { scales, groups, .. }) = source.matrix.blocks else {
-                contract!("w13 and w2: no block scales");
-            };
-            Ok(PackInt4Params {
-                codes: source.matrix.data,
-                scales,
-                scale_dtype: groups.dtype,
-                zeros: groups.zeros,
-                group: (groups.blocks * BLOCK) as i32,
-                experts: source.experts,
-                rows: source.rows,
-                k: source.k,
-                gated: source.gated,
-                layout: source.layout,
-                packed_codes: source.codes,
-                packed_scales: source.scales,
-                expert_scales: source.factors,
-            })
-        })
     }
 }
 

@@ -14,9 +14,10 @@ use crate::params::{Dtype, PackMxfp4Params};
 use crate::quant::blocks::Blocks;
 use crate::quant::mxfp4::{BLOCK, BLOCKS, PACKERS};
 use crate::quant::ops::check_vectors;
-use crate::quant::packed::{self, Extent, Form, Packers};
+use crate::quant::packed::{self, Extent, Packers};
 use crate::quant::{self, Format, Packing};
 use crate::tensor::{self, check_dtype, Borrowed, Contract, Dim, Elem, Place, View};
+use crate::variants::Form;
 use pyo3::prelude::*;
 
 const CODES: [Elem; 3] = [Elem::U8, Elem::I8, Elem::E2M1_X2];

@@ -7,7 +7,7 @@ use crate::desc::LayerDesc;
 use crate::error::{guard, Error, Result};
 use crate::moe::layer::{Layer, Matrix};
 use crate::moe::numbers_of::numbers_of;
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
 use crate::moe::options::{compute_type, Common, Options};
 use crate::moe::weights::ExpertWeights;
 use crate::params::{Dtype, W13Layout};
@@ -136,15 +136,6 @@ impl Source for Spec {
         });
         let numbers = numbers.collect();
         Ok(Layer { numbers, ..Layer::described((desc, w13.place), [up, down], (layout, activation)) })
-    }
-
-    fn pack<'py>(
-        &self,
-        layer: &mut Layer,
-        contract: &mut Contract<'_>,
-        operands: &Operands<'py>,
-    ) -> Result<[PackedTensors<'py>; 2]> {
-        nvfp4_gpu::pack(layer, contract, operands)
     }
 }
 

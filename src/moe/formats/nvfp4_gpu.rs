@@ -1,15 +1,10 @@
-//! NVFP4 experts on GPUs: the packed form of their weights, and numbers of experts in device memory.
+//! NVFP4 experts on GPUs: numbers of experts in device memory, and biases in the order of packed weights' rows.
 
 use crate::contract;
 use crate::error::Result;
-use crate::moe::layer::Layer;
-use crate::moe::operands::{Operands, PackedTensors};
-use crate::moe::packing;
-use crate::params::{PackNvfp4Params, W13Layout};
+use crate::params::W13Layout;
 use crate::python;
-use crate::quant::blocks::Blocks;
 use crate::tensor::{Borrowed, Contract, Elem, Origin, Place};
-use crate::variants;
 use pyo3::prelude::*;
 
 /// fp32 [E, parts] on the device of `like`, made from what `numbers_of` takes, and whether it is one number for all. The given tensor may
@@ -54,7 +49,7 @@ pub fn numbers_on_device<'py>(
     Ok((made, given.numel() == 1))
 }
 
-/// A bias of w13 [E, 2I] whose rows lie in 64s, rearranged so that its halves lie one after the other, in the layout of `in_halves`.
+/// A bias of w13 [E, 2I] whose rows lie in 64s, rearranged so that its halves lie one after the other, as packing brings the rows.
 pub fn bias_in_halves<'py>(bias: &Bound<'py, PyAny>, experts: i64, rows: i64) -> PyResult<Bound<'py, PyAny>> {
     let halves = bias.call_method1("reshape", ([experts, rows / 128, 2, 64],))?.call_method1("transpose", (1, 2))?;
     halves.call_method1("reshape", ([experts, rows],))
@@ -63,42 +58,4 @@ pub fn bias_in_halves<'py>(bias: &Bound<'py, PyAny>, experts: i64, rows: i64) ->
 /// Whether rows of w13 lie in 64s: 64 rows of one half, then 64 of the other.
 pub fn is_in_64s(layout: W13Layout) -> bool {
     matches!(layout, W13Layout::GateUp64 | W13Layout::UpGate64)
-}
-
-/// The layout with whole halves, in the order of this layout's halves.
-fn in_halves(layout: W13Layout) -> W13Layout {
-    match layout {
-        W13Layout::GateUp64 => W13Layout::GateUp,
-        W13Layout::UpGate64 => W13Layout::UpGate,
-        other => other,
-    }
-}
-
-/// Packs a CUDA layer's weights into new tensors; `layer` then describes the packed form.
-pub fn pack<'py>(
-    layer: &mut Layer,
-    contract: &mut Contract<'_>,
-    operands: &Operands<'py>,
-) -> Result<[PackedTensors<'py>; 2]> {
-    let made = packing::pack_both(layer, contract, operands, variants::quant::NVFP4_PACK.kernel(), |source| {
-        let Some(Blocks { scales, layout, factors, .. }) = source.matrix.blocks else {
-            contract!("w13 and w2: no block scales");
-        };
-        Ok(PackNvfp4Params {
-            codes: source.matrix.data,
-            scales,
-            tile_rows: layout.tile_rows(),
-            factors,
-            experts: source.experts,
-            rows: source.rows,
-            k: source.k,
-            gated: source.gated,
-            layout: source.layout,
-            packed_codes: source.codes,
-            packed_scales: source.scales,
-            expert_scales: source.factors,
-        })
-    })?;
-    layer.layout = in_halves(layer.layout);
-    Ok(made)
 }

@@ -9,7 +9,7 @@ use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
-use crate::quant::{Activations, Borders, Format, PackedTiles, Packing, Weights};
+use crate::quant::{Activations, Borders, Format, PackedGemms, Packing, Weights};
 use crate::variants::packed::{fits_beside_rings, MXFP4_LAYER_TILE};
 use crate::variants::Variant;
 
@@ -42,7 +42,7 @@ fn choice(borders: Borders) -> Choice {
     }
 }
 
-/// The packed form and the tiles of a packed format. Plans call it for packed formats alone.
+/// The packed form of a format, and how its kernels are launched. Plans call it for packed formats alone.
 fn packing(format: Format) -> Packing {
     format.spec().packing.expect("these kernels serve packed formats alone")
 }
@@ -165,22 +165,20 @@ const FEWER_CTAS_UNITS: u32 = 3;
 /// The launch of both GEMMs, or with e4m3 activations the launches of GEMM1 and GEMM2, between which another launch quantises.
 fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
     let Gemms { up, down, device, .. } = gemms;
-    let Packing { tiles, borders, .. } = packing(up.format);
+    let Packing { form, gemms, borders } = packing(up.format);
     // `last`: the last GEMM of the launch.
     let few_units = |last: &GemmDesc| match choice(borders).few_units {
         few if last.k <= SHORT_K => few.min(SHORT_FEW_UNITS),
         few => few,
     };
-    let (tiles, fours) = match tiles {
-        PackedTiles::Together { tiles, fours } => (tiles, fours),
-        PackedTiles::Apart(tiles) => {
-            return GemmLaunches::Apart([up, down].map(|gemm| {
-                let tile = tiles::narrowest(tiles, few_units(gemm), gemm, tile_tokens, device);
-                GemmLaunch::Plain(tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device))
-            }))
-        }
-    };
-    let tile = tiles::narrowest_by_k((tiles, fours), few_units(down), up, tile_tokens, device);
+    if let PackedGemms::Apart(tiles) = gemms {
+        return GemmLaunches::Apart([up, down].map(|gemm| {
+            let tile = tiles::narrowest(tiles, few_units(gemm), gemm, tile_tokens, device);
+            GemmLaunch::Plain(tiles::launch(&[gemm], tile_tokens, tile.gated(gemm.gated), device))
+        }));
+    }
+    let lists = (form.row().tiles, form.row().fours);
+    let tile = tiles::narrowest_by_k(lists, few_units(down), up, tile_tokens, device);
     let launch = tiles::launch(&[up, down], tile_tokens, tile.gated(up.gated), device);
     let fewer = device.multiprocessors * (launch.kernel.ctas_per_multiprocessor() - 1);
     let units = tiles::likely_units(up, launch.kernel.unit_rows());
@@ -224,11 +222,12 @@ fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
 
 /// Every kernel that a layer's calls may take.
 fn variants(layer: &LayerDesc) -> Vec<Variant> {
-    let mut all: Vec<Variant> = match packing(layer.format).tiles {
-        PackedTiles::Together { tiles, fours } => {
-            tiles.iter().chain(fours).map(|tile| tile.gated(layer.gated).variant()).collect()
+    let Packing { form, gemms, .. } = packing(layer.format);
+    let mut all: Vec<Variant> = match gemms {
+        PackedGemms::Together => {
+            form.row().tiles.iter().chain(form.row().fours).map(|tile| tile.gated(layer.gated).variant()).collect()
         }
-        PackedTiles::Apart(tiles) => {
+        PackedGemms::Apart(tiles) => {
             tiles.iter().flat_map(|tile| [layer.gated, false].map(|gated| tile.gated(gated).variant())).collect()
         }
     };
@@ -255,11 +254,11 @@ mod tests {
 
     /// The gated tiles of a format, and those for a K of whole stages of four blocks.
     fn gated_tiles(format: Format) -> [Vec<Variant>; 2] {
-        match packing(format).tiles {
-            PackedTiles::Together { tiles, fours } => {
-                [tiles, fours].map(|list| list.iter().map(|tile| tile.gated(true).variant()).collect())
-            }
-            PackedTiles::Apart(tiles) => [tiles.iter().map(|tile| tile.gated(true).variant()).collect(), Vec::new()],
+        let Packing { form, gemms, .. } = packing(format);
+        match gemms {
+            PackedGemms::Together => [form.row().tiles, form.row().fours]
+                .map(|list| list.iter().map(|tile| tile.gated(true).variant()).collect()),
+            PackedGemms::Apart(tiles) => [tiles.iter().map(|tile| tile.gated(true).variant()).collect(), Vec::new()],
         }
     }
 

@@ -137,8 +137,8 @@ fn variants(element: Element, format: Format) -> Vec<Variant> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::variants::portable::{FP8_TILES, MXFP4_TILES, MXFP8_TILES, PLAIN_TILES};
-    use crate::variants::Family;
+    use crate::variants::portable::{FP8_TILES, MXFP4_TILES, PLAIN_TILES};
+    use crate::variants::{Family, Form};
 
     const ARCHS: [u32; 5] = [80, 89, 90, 100, 120];
 
@@ -179,11 +179,11 @@ mod tests {
             assert!(portable::shared_bytes(&t) <= 99 * 1024, "{t:?}");
             assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
-        for t in [FP8_TILES.as_slice(), &MXFP8_TILES].concat() {
+        for t in [FP8_TILES.as_slice(), Form::Mxfp8.row().portable].concat() {
             assert!((2..=4).contains(&portable::ctas(&t)) && portable::registers(&t) <= 255, "{t:?}");
         }
         // Two CTAs of every tile of narrow weights fit if a multiprocessor has 100 KiB.
-        for t in [MXFP4_TILES.as_slice(), &FP8_TILES, &MXFP8_TILES].concat() {
+        for t in [MXFP4_TILES.as_slice(), &FP8_TILES, Form::Mxfp8.row().portable].concat() {
             assert!(resident(t, &Device::typical(Arch::SM120)) >= 2, "{t:?}");
         }
         for arch in ARCHS {

@@ -97,7 +97,7 @@ fn wide_pays(gemm: &GemmDesc, narrow: Kernel<MappedGemm>, wide: Kernel<MappedGem
 
 /// The schedule's tile for both GEMMs of a layer. Nearly every expert must fit in one tile, so that weights are read once. Larger experts
 /// get 192 tokens by 256 rows, which moves the fewest bytes a flop. A tile is multiplied at the width of its own count: a wide variant
-/// costs stages and resident CTAs, not columns. us a layer by tile (docs/measured.md):
+/// costs stages and resident CTAs, not columns. us a layer by tile (docs/measured_kernels.md):
 ///   qwen3 (E128 k8)     M 1 (mean 0.06)  27.1 at 16, 28.7 at 64;    M 256 (16)  293 at 64, 302 at 128, 316 at 256
 ///   mixtral (E8 k2)     M 1 (0.25)       98.5 at 16, 108 at 64;     M 256 (64)  441 at 64, 360 at 128, 398 at 256
 ///   mixtral             M 1024 (256)     791 at 256 x 128 rows, 772 at 128 x 256, 703 at 192 x 256

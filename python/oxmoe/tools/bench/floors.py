@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from oxmoe.formats.drawn import own_formats
 from oxmoe.testing import FP8_MATRIX_FLOPS_PER_SECOND, MATRIX_FLOPS_PER_SECOND, MEMORY_BYTES_PER_SECOND
 
 # Sizes of the measured calls: a copy far beyond L2, and a square product.
@@ -56,16 +57,14 @@ class Algorithm:
     rounded: bool = False  # a step before GEMM1 reads bf16 rows and writes them as GEMM1 reads them
     hidden_rounded: bool = False  # GEMM1 writes bf16 rows, and a step before GEMM2 rounds them
     e4m3: bool = False  # the products are of e4m3 numbers
-    weight_bits: float | None = None  # bits of a packed weight, if it has more bits than the checkpoint's
 
 
 _E4M3_ROWS = Algorithm(8.0, 8.0, rounded=True, hidden_rounded=True, e4m3=True)
-# Formats that are not here multiply rows as they come, and weights as the checkpoint has them.
+# Formats that are not here multiply rows as they come.
 ALGORITHMS = {
     "mxfp4-a8": _E4M3_ROWS,
     "mxfp8": Algorithm(rounded=True),
     "nvfp4-a4": Algorithm(rounded=True),
-    "int4-zeros": Algorithm(weight_bits=4.75),
     "fp8_block": Algorithm(8.25, 8.25, rounded=True, e4m3=True),
     "fp8_tensor": _E4M3_ROWS,
     "fp8_tensor-token": _E4M3_ROWS,
@@ -161,7 +160,8 @@ def floors(call: Call, format_name: str, weight_bits: float, known: Ceilings) ->
         return max(bits / 8 / known.memory, 2 * multiplications / rate) * 1e6
 
     ideal = us(call.active * 3 * weights * weight_bits + x * (x_bits + 16.0), 3 * call.slots * weights)
-    bits = form.weight_bits or weight_bits
+    own_format = own_formats().get(format_name)
+    bits = (own_format and own_format.packed_bits) or weight_bits
     own = us(
         call.active * 2 * weights * bits
         + x * form.x_bits
