@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -72,12 +74,57 @@ def test_counts(tmp_path: Path) -> None:
 
 
 SLOW = """
-import pathlib, subprocess
+import os, pathlib, subprocess
 
 def test_slow():
-    pathlib.Path(__file__).with_name("started").touch()
+    pathlib.Path(__file__).with_name("started").write_text(str(os.getsid(0)))
     subprocess.run(["sleep", "600"])
 """
+
+
+def ended(session: int) -> bool:
+    """Whether no process of a session is left. Processes that nobody waits for are there a moment longer."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if all(state == "Z" for state, sid in map(state_of, Path("/proc").glob("[0-9]*")) if sid == session):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def state_of(process: Path) -> tuple[str, int]:
+    """Returns the state and the session of a process."""
+    try:
+        fields = (process / "stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z", 0
+    return fields[0], int(fields[3])
+
+
+def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    write(tmp_path, SLOW)
+    started = tmp_path / "tests" / "utils" / "started"
+    with (tmp_path / "said").open("w") as output:
+        process = forked.start(
+            UPSTREAM / "run.py",
+            *(tmp_path, "test_fp8_quantize", "--on-cpu", "--out", tmp_path / "out"),
+            env=dict(os.environ),
+            output=output,
+            cwd=tmp_path,
+            packages=forked.TORCH,
+            before={},
+        )
+    until = time.monotonic() + 120
+    while not (started.exists() and (text := started.read_text())):
+        assert process.poll() is None and time.monotonic() < until, (tmp_path / "said").read_text()
+        time.sleep(0.1)
+    session = int(text)
+    assert session != os.getsid(process.pid) and not any(
+        state == "Z" for state, sid in map(state_of, Path("/proc").glob("[0-9]*")) if sid == session
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert ended(session)
 
 
 def test_limit(tmp_path: Path) -> None:
@@ -87,6 +134,8 @@ def test_limit(tmp_path: Path) -> None:
     code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu", "--limit", "6")
     assert code == 1 and "ended after 6 s" in said and "test_fp8_quantize.py: 1 error in " in said, said
     assert time.monotonic() - start < 200
+    started = tmp_path / "tests" / "utils" / "started"
+    assert not started.exists() or ended(int(started.read_text()))
 
 
 def test_order(tmp_path: Path) -> None:

@@ -92,14 +92,18 @@ def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, 
                 )  # fmt: skip
             processes.append(process)
         end = None if limit is None else time.monotonic() + limit
-        for process in processes:
-            try:
-                process.wait(None if end is None else max(0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late = True
-                # The session's group has the processes that pytest and its tests started, too.
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        try:
+            for process in processes:
+                try:
+                    process.wait(None if end is None else max(0, end - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    late = True
+                    kill(process)
+        finally:
+            # This run was ended itself.
+            for process in processes:
+                if process.poll() is None:
+                    kill(process)
     counts = counted(stem.with_suffix(".tsv"))
     codes = [process.returncode for process in processes]
     if not counts["error"] and any(code not in (0, 1, 5) for code in codes):
@@ -109,6 +113,12 @@ def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, 
     if late:
         print(f"{file}: ended after {limit:.0f} s", flush=True)
     return counts
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kills a session's processes: pytest, and those that its tests started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def chosen(parts: list[str]) -> list[str]:
@@ -154,4 +164,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())
