@@ -125,7 +125,7 @@ def test_the_layers_of_models() -> None:
     results = ROOT / "benches" / "results" / "h200_models.jsonl"
     recorded = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     section = PAGE.split("\n## Layers of three models beside SGLang 0.5.23\n")[1].split("\n## ")[0]
-    peers = {"Qwen3-30B-A3B-FP8": "sglang-triton", "Qwen3-30B-A3B": "sglang-triton", "Kimi-K2-Thinking": "marlin"}
+    peers = {"qwen3_30b_a3b_fp8": "sglang-triton", "qwen3_30b_a3b": "sglang-triton", "kimi_k2_thinking": "marlin"}
     tokens = sorted({row["tokens"] for row in recorded})
     lines = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     assert len(lines) == len(tokens)

@@ -58,7 +58,7 @@ DRAWS = [
         if name.startswith("draw_") and "matrix" not in name
     ),
 ]
-# What a process of calls begins with: a fake tensor imports the compiler.
+# Packages that a process of calls begins with. The first fake tensor would import the compiler.
 PACKAGES = (*forked.TORCH, "torch._dynamo")
 # Bytes of a call's address space beyond what the process has when it starts, and a call's seconds.
 ROOM, LONGEST = 3 << 30, 30

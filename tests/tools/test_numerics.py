@@ -19,7 +19,7 @@ from oxmoe.tools.bench import layers
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "Cargo.toml").is_file())
 RESULTS = ROOT / "benches" / "results" / "numerics_cpu.jsonl"
-GPU_RESULTS = ROOT / "benches" / "results" / "numerics_h200.jsonl"
+GPU_RESULTS = ROOT / "benches" / "results" / "h200_numerics.jsonl"
 PAGE = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
 # The norm of rounding normal numbers to bf16's 8 bits: errors are uniform in a step, which is 2^-7 of a power of two.
 ROUNDING = math.sqrt(
