@@ -120,7 +120,7 @@ def test_fp8_layer_beside_sglangs_triton(shape: Shape, tokens: int, rng: torch.G
         graphs = [
             captured(lambda module=module: module(x, topk), x, other, exact=module is ours) for module in (ours, theirs)
         ]
-        more = [(drawn, ours(drawn, topk), theirs(drawn, topk)) for drawn in fp8_draws(x)[1:]]
+        more = [(drawn, ours(drawn, topk), theirs(drawn, topk)) for drawn in fp8_draws(x, shape.intermediate)[1:]]
     calls = [(x, *eager), (other, *graphs)]
     # Few tokens count together: in one token a few codes that round to their neighbours are much of the norm.
     for part in [[*calls, *more]] if more else [[call] for call in calls]:

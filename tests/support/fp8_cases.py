@@ -109,22 +109,25 @@ def make_fp8(shape: Shape, device: str, rng: torch.Generator, *, bias_dtype: tor
     return Fp8(shape, w13, w2, w13_scale, w2_scale, plain.b13, plain.b2)
 
 
-def fp8_draws(x: Tensor) -> list[Tensor]:
+def fp8_draws(x: Tensor, intermediate: int) -> list[Tensor]:
     """Returns more draws on a GPU. Its sums have another order than the reference's, so a few in a thousand of GEMM1's
     outputs are another code, a step of an eighth. Many numbers make that a share, not luck.
+
+    intermediate: columns of GEMM1's output. Of 64 rows with 16 of them the norm exceeds NORM in one of a hundred draws
+    of a layer, by a model of the tensor cores' sums; of the rows here it stays below 1e-2 in 456 layers.
     """
-    return draws(x, max(8, 8192 // x.shape[1]) if x.is_cuda else 8)
+    return draws(x, max(8, 8192 // min(x.shape[1], intermediate)) if x.is_cuda else 8)
 
 
 def check(layer: Fp8, x: Tensor, *routing: Tensor, made: oxmoe.ExpertWeights | None = None, **options: Any) -> Tensor:
     """Checks that the result is close to the reference, and returns it."""
     weights = made or layer.weights()
     given = [part.to(x.device) for part in routing]
-    results = [call(drawn, weights, *given, **options) for drawn in fp8_draws(x)]
+    results = [call(drawn, weights, *given, **options) for drawn in fp8_draws(x, layer.shape.intermediate)]
     scales = {"w13_scale": layer.w13_scale, "w2_scale": layer.w2_scale}
     expected = [
         reference.moe(drawn, layer.w13, layer.w2, *given, **layer.options, **scales, **options)
-        for drawn in fp8_draws(x)
+        for drawn in fp8_draws(x, layer.shape.intermediate)
     ]
     result, truth = torch.cat(results), torch.cat(expected)
     assert_close_ulp(result, truth, FP8_BAR if x.is_cuda else CPU_BAR)
@@ -255,7 +258,7 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
     given = [part.to(x.device) for part in routing]
     slots = given[1].shape[1] if given else options["top_k"]
     results, expected, independents = [], [], []
-    for drawn in fp8_draws(x):
+    for drawn in fp8_draws(x, layer.shape.intermediate):
         workspace = make_workspace(oxmoe.workspace_bytes(weights, drawn.shape[0], slots), x.device)
         results.append(oxmoe.moe(drawn, weights, *given, **options, workspace=workspace))
         scales: Any = (layer.a13_scale, layer.a2_scale) if mode == "static" else mode
@@ -278,10 +281,7 @@ def check_tensor(layer: Fp8Tensor, x: Tensor, *routing: Tensor, mode: str, **opt
         assert_close_ulp(result, truth, CPU_BAR)
     finite = truth.isfinite()
     norm = relative_norm(result[finite], truth[finite])
-    # A code that rounds to its neighbour is a sixteenth off. The fewer columns a row has, the more weight has one code:
-    # with 16 columns 2.03e-2 was measured on a GPU.
-    bar = NORM * max(1.0, (64 / layer.shape.intermediate) ** 0.5) if x.is_cuda else NORM
-    assert norm < bar, f"norm {norm:.3g} of the difference to the reference, bar {bar:.3g}"
+    assert norm < NORM, f"norm {norm:.3g} of the difference to the reference, bar {NORM}"
     return results[0]
 
 
