@@ -13,7 +13,8 @@ import oxmoe
 from host_topk import SCORINGS, HostSelect, Problem, compare, draw
 from oxmoe import reference
 
-CALLS = 400
+# Rounding decides 1.2 % of the rows, of some problems all. Of 400 problems once 3.2 % were so, so there are more.
+CALLS = 1600
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def fuzz(rng: torch.Generator, calls: int, run: Callable[[Problem], tuple[Tensor
 
 
 def test_reference_and_cpu(rng: torch.Generator) -> None:
-    fuzz(rng, 4 * CALLS, lambda p: reference.topk(p.logits, p.top_k, **p.options), gpus=False)
+    fuzz(rng, CALLS, lambda p: reference.topk(p.logits, p.top_k, **p.options), gpus=False)
 
 
 def test_kernels_on_the_host_and_cpu(host: HostSelect, rng: torch.Generator) -> None:
@@ -51,7 +52,7 @@ def test_gpu_and_cpu(rng: torch.Generator) -> None:
         weights, ids = oxmoe.topk(there.logits, there.top_k, **there.options)
         return weights.cpu(), ids.cpu()
 
-    fuzz(rng, 10 * CALLS, on_gpu, gpus=True)
+    fuzz(rng, 4000, on_gpu, gpus=True)
 
 
 def everywhere(host: HostSelect, problem: Problem) -> list[tuple[Tensor, Tensor]]:
