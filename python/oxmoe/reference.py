@@ -35,6 +35,11 @@ def split_rows(rows: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"layout: unknown {layout!r}")
 
 
+def _number(value: Tensor | float) -> Tensor | float:
+    """Returns an integer as a float, because torch takes no integers of more than 64 bits."""
+    return float(value) if isinstance(value, int) else value
+
+
 def activate(
     sums: Tensor,
     *,
@@ -55,13 +60,15 @@ def activate(
     """
     gated = activation != "relu2" if gated is None else gated
     gate, up = split_rows(sums, layout) if gated else (sums, None)
-    bound = math.inf if limit is None else limit
+    bound = math.inf if limit is None else _number(limit)
+    alpha, beta = _number(alpha), _number(beta)
     if activation == "situ":
         if up is None:
             raise ValueError("activation: situ has gate and up rows")
-        b = 4.0 if situ_beta is None else situ_beta
+        b = 4.0 if situ_beta is None else _number(situ_beta)
         if situ_linear_beta is not None:
-            up = situ_linear_beta * torch.tanh(up / situ_linear_beta)
+            lb = _number(situ_linear_beta)
+            up = lb * torch.tanh(up / lb)
         return b * torch.tanh(gate / b) * torch.sigmoid(gate) * up
     if activation == "silu":
         if clamp == "before":
@@ -224,11 +231,11 @@ def moe(
     # NOTE: a skipped slot contributes nothing whatever its weight is, NaN included.
     terms = torch.where(present, factors * rows.float(), 0.0)
     if no_combine:
-        return (routed_scaling_factor * terms).to(x.dtype)
+        return (float(routed_scaling_factor) * terms).to(x.dtype)
     total = torch.zeros_like(terms[:, 0]) if slots else x.new_zeros((x.shape[0], hidden), dtype=torch.float32)
     for slot_index in range(slots):
         total = total + terms[:, slot_index]
-    return (routed_scaling_factor * total).to(x.dtype)
+    return (float(routed_scaling_factor) * total).to(x.dtype)
 
 
 # Formats
@@ -280,7 +287,7 @@ def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = F
     """Returns (e4m3 codes [..., K], fp32 scales [..., K / group]). A scale is amax / 448, or with `powers` the next
     power of two; NaN does not count for it."""
     groups = x.float().unflatten(-1, (-1, group))
-    amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=eps)
+    amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=float(eps))
     scales = amax / torch.tensor(448.0, device=x.device)
     if powers:
         mantissa, exponent = torch.frexp(scales)
@@ -516,7 +523,7 @@ def topk(
         shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
         ids, weights = torch.cat([ids, shared], dim=1), torch.cat([weights, shared_weights], dim=1)
     if apply_routed_scaling_factor_on_output:
-        weights = weights * routed_scaling_factor
+        weights = weights * float(routed_scaling_factor)
     if num_token_non_padded is not None:
         padded = torch.arange(tokens, device=ids.device)[:, None] >= num_token_non_padded
         ids, weights = ids.masked_fill(padded, -1), weights.masked_fill(padded, 0.0)

@@ -8,7 +8,8 @@ import torch
 
 import oxmoe
 from fuzz_dlpack import Foreign
-from oxmoe import nvfp4, quantize
+from oxmoe import nvfp4, quantize, reference
+from oxmoe.testing import same_bits
 
 
 def test_routing_of_no_tokens() -> None:
@@ -61,3 +62,28 @@ def test_column_major_scales_of_another_package() -> None:
     results = [quantize.per_token_group_quant_fp8(given, 32, **options) for given in (x, Foreign(x))]
     for of_numpy, of_foreign in zip(*results, strict=True):
         assert of_foreign.shape == of_numpy.shape and np.array_equal(of_foreign, of_numpy)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"limit": 2**64}, {"alpha": 2**64}, {"beta": 2**64}, {"routed_scaling_factor": 2**64}),
+        *({"activation": "situ", "situ_beta": 2**64}, {"activation": "situ", "situ_linear_beta": 2**64}),
+    ],
+    ids=lambda given: list(given)[-1],
+)
+def test_the_reference_takes_integers_of_more_than_64_bits(given: dict[str, object]) -> None:
+    """They are floats of the layer, to which Python makes them."""
+    w13, w2, x, weights = (torch.ones(shape) for shape in ((2, 8, 4), (2, 4, 4), (3, 4), (3, 1)))
+    ids = torch.zeros((3, 1), dtype=torch.int32)
+    floats = {name: float(value) if isinstance(value, int) else value for name, value in given.items()}
+    expected = reference.moe(x, w13, w2, weights, ids, **floats)
+    assert reference.moe(x, w13, w2, weights, ids, **given).equal(expected)
+
+
+def test_the_reference_of_groups_takes_integers_of_more_than_64_bits() -> None:
+    x = torch.ones((2, 128))
+    (codes, scales), (expected, expected_scales) = (reference.fp8_groups(x, eps=eps) for eps in (2**64, 2.0**64))
+    assert same_bits(codes, expected) and scales.equal(expected_scales)
+    quantised, theirs = quantize.per_token_group_quant_fp8(x, 128, eps=2**64)
+    assert same_bits(quantised, codes) and theirs.equal(scales)
