@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import forked
+import processes
 
 UPSTREAM = Path(__file__).parents[1] / "upstream"
 CONFTEST = """
@@ -82,25 +83,6 @@ def test_slow():
 """
 
 
-def ended(session: int) -> bool:
-    """Whether no process of a session is left. Processes that nobody waits for are there a moment longer."""
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        if all(state == "Z" for state, sid in map(state_of, Path("/proc").glob("[0-9]*")) if sid == session):
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def state_of(process: Path) -> tuple[str, int]:
-    """Returns the state and the session of a process."""
-    try:
-        fields = (process / "stat").read_text().rpartition(") ")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return "Z", 0
-    return fields[0], int(fields[3])
-
-
 def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     write(tmp_path, SLOW)
     started = tmp_path / "tests" / "utils" / "started"
@@ -119,12 +101,10 @@ def test_a_run_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
         assert process.poll() is None and time.monotonic() < until, (tmp_path / "said").read_text()
         time.sleep(0.1)
     session = int(text)
-    assert session != os.getsid(process.pid) and not any(
-        state == "Z" for state, sid in map(state_of, Path("/proc").glob("[0-9]*")) if sid == session
-    )
+    assert session != os.getsid(process.pid) and processes.session_runs(session)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
-    assert ended(session)
+    assert processes.session_ended(session)
 
 
 def test_limit(tmp_path: Path) -> None:
@@ -135,7 +115,7 @@ def test_limit(tmp_path: Path) -> None:
     assert code == 1 and "ended after 6 s" in said and "test_fp8_quantize.py: 1 error in " in said, said
     assert time.monotonic() - start < 200
     started = tmp_path / "tests" / "utils" / "started"
-    assert not started.exists() or ended(int(started.read_text()))
+    assert not started.exists() or processes.session_ended(int(started.read_text()))
 
 
 def test_order(tmp_path: Path) -> None:
