@@ -116,7 +116,7 @@ python-test: install sglangs ## Python tests that need no GPU: the three kinds t
 
 old-sglang-test: install sglangs ## SGLang's tests with its older releases
 	PYTHONPATH=$(firstword $(OLD_FOLDERS)) $(PYTEST) $(SGLANG_TESTS)
-	printf '%s\n' $(wordlist 2,99,$(OLD_FOLDERS)) | xargs -P $(JOBS) -I{} env PYTHONPATH={} $(PYTEST) -n 0 $(RELEASE_TESTS)
+	printf '%s\n' $(wordlist 2,99,$(OLD_FOLDERS)) | xargs -P $(JOBS) -I{} env PYTHONPATH={} OMP_NUM_THREADS=1 RAYON_NUM_THREADS=1 $(PYTEST) -n 0 $(RELEASE_TESTS)
 
 server-test: install ## whole SGLang servers, on the CPU
 	$(SERVER_TESTS)

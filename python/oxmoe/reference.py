@@ -6,6 +6,7 @@ The tests use it on CPU and on GPU. Loops run over experts or slots; nothing her
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,7 +192,10 @@ def moe(
     fp8 = w13_scale is not None and w13_scale.dtype == torch.float32
     quantised = fp8_rows(x, given[0], dynamic) if fp8 else None
     for expert, (token, slot) in enumerate(chosen):
-        if w13_scale is None:
+        if not token.numel():
+            # Few tokens leave most experts without a row: the weights of these are not converted.
+            sums = x.new_empty((0, w13.shape[1]), dtype=torch.float32)
+        elif w13_scale is None:
             sums = _product(x[token], w13[expert], fp32_sums, activation_dtype)
         else:
             sums = _scaled_product(x[token], w13[expert], w13_scale[expert], fp32_sums, quantised, token)
@@ -243,14 +247,33 @@ def moe(
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+# NOTE: On a CPU, torch converts e4m3 one number at a time, and makes several copies to split nibbles. A table takes a
+# quarter of the time, if its entries are single elements.
+def _pairs(codes: Tensor, numbers: Sequence[float]) -> Tensor:
+    """Returns the numbers fp32 [..., K] of 4-bit codes in bytes [..., K / 2]. Low nibbles are the even columns."""
+    of_nibbles = torch.tensor(numbers, dtype=torch.float32, device=codes.device)
+    of_bytes = torch.stack([of_nibbles.repeat(16), of_nibbles.repeat_interleave(16)], dim=1).view(torch.int64).flatten()
+    return _looked_up(codes, of_bytes).view(torch.float32)
+
+
+def e4m3_numbers(codes: Tensor) -> Tensor:
+    """Returns the numbers fp32 [..., K] of float8_e4m3fn codes [..., K]."""
+    every = torch.arange(256, dtype=torch.uint8, device=codes.device).view(torch.float8_e4m3fn)
+    return _looked_up(codes, every.float())
+
+
+def _looked_up(codes: Tensor, of_bytes: Tensor) -> Tensor:
+    return of_bytes.index_select(0, codes.reshape(-1).view(torch.uint8).int()).view(codes.shape)
+
+
 def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Weights `[..., K]` of uint8 codes `[..., K / 2]` (even column: low nibble) and E8M0 bytes `[..., K / 32]`."""
-    bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
-    values = torch.tensor(_E2M1, device=codes.device)[torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)].flatten(-2)
+    exponents = scales.view(torch.uint8).int()
     # NOTE: fp64 holds every product, so a number is rounded only once.
+    values = _pairs(codes, _E2M1).double()
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
-    return (values.double() * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
+    return (values * factors.repeat_interleave(32, dim=-1)).clamp(-most, most).to(dtype)
 
 
 def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,7 +339,7 @@ def mxfp8_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bflo
     exponents = scales.view(torch.uint8).int()
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
-    values = codes.view(torch.float8_e4m3fn).float().double() * factors.repeat_interleave(32, dim=-1)
+    values = e4m3_numbers(codes).double() * factors.repeat_interleave(32, dim=-1)
     return values.clamp(-most, most).to(dtype)
 
 
@@ -347,9 +370,10 @@ def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) ->
         ones = scales.new_ones((-(-weights.shape[0] // 128), -(-weights.shape[1] // 128)))
         return fp8_product(rows, weights, ones) * scales.flatten()
     total = torch.zeros((codes.shape[0], weights.shape[0]), device=codes.device)
+    codes, weights = e4m3_numbers(codes), e4m3_numbers(weights)
     for block in range(scales.shape[1]):
         columns = slice(128 * block, 128 * block + 128)
-        product = codes[:, columns].float() @ weights[:, columns].float().T
+        product = codes[:, columns] @ weights[:, columns].T
         of_rows = scales[:, block].repeat_interleave(128)[: weights.shape[0]]
         total += product * (row_scales[:, block, None] * of_rows)
     return total
@@ -377,9 +401,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
     """Returns the numbers fp32 [..., K] of e2m1 pairs uint8 [..., K / 2] times block scales [..., G] of any dtype."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    values = torch.cat([values, -values])
-    numbers = values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
+    numbers = _pairs(codes, _E2M1)
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).flatten(-2)
 
 
@@ -388,10 +410,10 @@ def int4_weights(
 ) -> Tensor:
     """Weights [..., K] in dtype of int4 pairs (bytes [..., K / 2]), scales [..., G], zero points [..., G] (None: 8).
     The scale and then the product are rounded to dtype."""
-    codes = codes.view(torch.uint8)
-    numbers = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).unflatten(-1, (scales.shape[-1], -1)).double()
-    less = 8 if zeros is None else zeros.double()[..., None]
-    return ((numbers - less) * scales.to(dtype).double()[..., None]).flatten(-2).to(dtype)
+    numbers = _pairs(codes, range(16)).unflatten(-1, (scales.shape[-1], -1))
+    less = 8 if zeros is None else zeros.float()[..., None]
+    # NOTE: fp32 holds the product of such an integer and a 16-bit scale, so a number is rounded only once.
+    return ((numbers - less) * scales.to(dtype).float()[..., None]).flatten(-2).to(dtype)
 
 
 def nvfp4_expert(

@@ -99,7 +99,9 @@ def numbers(codes: Tensor, scales: Tensor) -> Tensor:
     """Returns [R, C] of codes [R, C / 2], the even column in the low nibble, and scale bytes [R, C / 32]."""
     of_nibbles = torch.cat([E2M1, -E2M1])
     of_bytes = torch.stack([of_nibbles.repeat(16), of_nibbles.repeat_interleave(16)], 1).to(codes.device)
-    exact = of_bytes[codes.int()].flatten(-2).unflatten(-1, (-1, 32))
+    # torch takes single elements four times as fast as pairs: a pair of fp32 numbers is seen as one of eight bytes.
+    pairs = of_bytes.view(torch.int64).flatten().index_select(0, codes.reshape(-1).view(torch.uint8).int())
+    exact = pairs.view(torch.float32).view(*codes.shape[:-1], -1, 32)
     return (exact * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).double()
 
 

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+# The two numbers of each byte, the low nibble's first.
+E2M1_PAIRS = torch.cartesian_prod(torch.cat([E2M1, -E2M1]), torch.cat([E2M1, -E2M1])).flip(1)
 E4M3 = torch.float8_e4m3fn
 IGNORE = ["lm_head", "model.layers.0.mlp.gate", "model.layers.7.mlp.experts*"]
 PREFIX = "model.layers.0.mlp.experts"
@@ -105,9 +107,9 @@ def nvfp4(
         scale_2 = (torch.rand(experts, generator=rng) + 0.5) / (23 * columns**0.5)
         if alike and shard == "w3":
             scale_2 = made.tensors["weight_scale_2"]["w1"]
-        low_high = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-        elements = E2M1[(low_high & 7).long()] * torch.where(low_high >= 8, -1.0, 1.0)
-        made.numbers[shard] = elements * scale.double().repeat_interleave(16, -1) * scale_2.double()[:, None, None]
+        elements = E2M1_PAIRS.index_select(0, codes.flatten().int()).view(*scale.shape, 16)
+        elements.mul_(scale.double()[..., None]).mul_(scale_2.double()[:, None, None, None])
+        made.numbers[shard] = elements.view(experts, rows, columns)
         made.put("weight", shard, codes)
         made.put("weight_scale", shard, scale)
         made.put("weight_scale_2", shard, scale_2)
