@@ -45,9 +45,9 @@ help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
 
 # A newer pip than Python's own one needs half of the time to choose among a project's files. The installations that follow need no more
-# than pip, so that they run beside each other. pip compiles SGLang's packages: otherwise each of the test processes that start at a time
-# would. Of torch and the peers it compiles nothing, because a test imports a small part. (For pip 0 means yes here, as for all of its
-# variables whose names begin with NO.)
+# than pip, so that they run beside each other. pip compiles the packages of the newest SGLang: otherwise each of the test processes that
+# start at a time would. Of torch, the peers and older releases it compiles nothing, because few processes import a small part. (For pip 0
+# means yes here, as for all of its variables whose names begin with NO.)
 $(VENV)/.pip:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -65,7 +65,7 @@ $(VENV)/peers/.made: $(PEERS) | $(VENV)/.pip
 
 $(OLD_FOLDERS:=/.made): $(VENV)/sglang-%/.made: tests/requirements-sglang-%.txt | $(VENV)/.pip
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
+	PIP_NO_COMPILE=0 $(BIN)/python -m pip install --quiet --no-deps --target $(@D) -r $<
 	touch $@
 
 # `make test` installs once, for all that it starts then.
