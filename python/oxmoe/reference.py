@@ -246,7 +246,9 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -
 def mxfp4_weights(codes: Tensor, scales: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Weights `[..., K]` of uint8 codes `[..., K / 2]` (even column: low nibble) and E8M0 bytes `[..., K / 32]`."""
     bytes_, exponents = codes.view(torch.uint8).int(), scales.view(torch.uint8).int()
-    values = torch.tensor(_E2M1, device=codes.device)[torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)].flatten(-2)
+    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)[
+        torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1)
+    ].flatten(-2)
     # NOTE: fp64 holds every product, so a number is rounded only once.
     factors = torch.where(exponents == 255, math.nan, torch.exp2((exponents - 127).double()))
     most = torch.finfo(dtype).max
@@ -277,7 +279,7 @@ def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x [..., K] to e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
     # The divisor is a tensor: on CUDA, torch would multiply with the reciprocal of a Python number.
-    scales = x.abs().amax(-1).float() / torch.tensor(448.0, device=x.device)
+    scales = x.abs().amax(-1).float() / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     codes = (x.float() * (1.0 / scales)[..., None]).clamp(-448.0, 448.0)
     return codes.to(torch.float8_e4m3fn), scales
@@ -288,7 +290,7 @@ def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = F
     power of two; NaN does not count for it."""
     groups = x.float().unflatten(-1, (-1, group))
     amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=float(eps))
-    scales = amax / torch.tensor(448.0, device=x.device)
+    scales = amax / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     if powers:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
@@ -333,7 +335,7 @@ def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tens
     if scale is None:
         amax = x.float().abs().nan_to_num(nan=0.0, posinf=math.inf)
         amax = amax.amax(-1, keepdim=True) if dynamic == "token" else amax.max() if amax.numel() else amax.sum()
-        scale = amax.clamp(min=1e-10) / torch.tensor(448.0, device=x.device)
+        scale = amax.clamp(min=1e-10) / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     codes = (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes, scale.broadcast_to((x.shape[0], -(-x.shape[1] // 128)))
 
@@ -346,7 +348,7 @@ def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) ->
     if scales.shape[0] == weights.shape[0] and scales.numel() == weights.shape[0]:
         ones = scales.new_ones((-(-weights.shape[0] // 128), -(-weights.shape[1] // 128)))
         return fp8_product(rows, weights, ones) * scales.flatten()
-    total = torch.zeros((codes.shape[0], weights.shape[0]), device=codes.device)
+    total = torch.zeros((codes.shape[0], weights.shape[0]), dtype=torch.float32, device=codes.device)
     for block in range(scales.shape[1]):
         columns = slice(128 * block, 128 * block + 128)
         product = codes[:, columns].float() @ weights[:, columns].float().T
@@ -359,7 +361,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
     """Returns (e2m1 codes uint8 [..., K], values of block scales fp32 [..., K / block]) of x times scale."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    sixth = torch.tensor(1.0 / 6.0, device=x.device)
+    sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=x.device)
     wanted = scale * (blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1) * sixth)
     if powers:
         mantissa, exponent = torch.frexp(wanted)
@@ -368,7 +370,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
         scales = wanted.clamp(max=448.0).to(torch.float8_e4m3fn).float()
     scaled = blocks * torch.where(scales > 0, scale / scales, 0.0)[..., None]
     # The middles between two neighbouring codes. A number on a middle takes the even code.
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device=x.device)
     magnitude = scaled.abs().nan_to_num(nan=6.0)
     low, high = torch.searchsorted(middles, magnitude), torch.searchsorted(middles, magnitude, right=True)
     codes = torch.where(low % 2 == 0, low, high) | torch.where(scaled.signbit() & ~scaled.isnan(), 8, 0)
@@ -377,7 +379,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
 
 def nvfp4_numbers(codes: Tensor, scales: Tensor) -> Tensor:
     """Returns the numbers fp32 [..., K] of e2m1 pairs uint8 [..., K / 2] times block scales [..., G] of any dtype."""
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], dtype=torch.float32, device=codes.device)
     values = torch.cat([values, -values])
     numbers = values[torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2).long()]
     return (numbers.unflatten(-1, (scales.shape[-1], -1)) * scales.float()[..., None]).flatten(-2)
@@ -520,7 +522,7 @@ def topk(
         weights = weights.gather(1, by_id)
     if num_fused_shared_experts:
         shared = torch.arange(experts, experts + num_fused_shared_experts, device=ids.device).expand(tokens, -1)
-        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
+        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, dtype=torch.float32, device=ids.device)
         ids, weights = torch.cat([ids, shared], dim=1), torch.cat([weights, shared_weights], dim=1)
     if apply_routed_scaling_factor_on_output:
         weights = weights * float(routed_scaling_factor)
@@ -562,13 +564,13 @@ def block_tables(histogram: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns (block_offs_data [4, E + 1], block_schedule_data [4, max_blocks]). An entry of the schedule is block <<
     16 | expert; -1 fills the rest."""
     experts = histogram.numel()
-    offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32)
-    schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32)
+    offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32, device="cpu")
+    schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32, device="cpu")
     counts = histogram.tolist()
     for row, size in enumerate(BLOCK_SIZES):
         entries = [block << 16 | expert for expert, count in enumerate(counts) for block in range(-(-count // size))]
-        schedule[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        blocks = torch.tensor([-(-count // size) for count in counts])
+        schedule[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32, device="cpu")
+        blocks = torch.tensor([-(-count // size) for count in counts], device="cpu")
         offsets[row, 1:] = blocks.cumsum(0)
     return offsets.to(histogram.device), schedule.to(histogram.device)
 
