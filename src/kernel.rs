@@ -262,7 +262,7 @@ pub struct Stream<'a> {
 
 impl<'a> Stream<'a> {
     /// `raw` is torch's current stream of this GPU. `Checked` proves that the operands of the call were compared with each other.
-    pub fn new(gpu: &'a Gpu, raw: *mut c_void, _checked: &Checked) -> Result<Stream<'a>> {
+    pub fn new(gpu: &'a Gpu, raw: *mut c_void, _checked: &Checked<'_>) -> Result<Stream<'a>> {
         Ok(Stream { gpu, raw: raw.cast(), _current: Current::new(gpu)? })
     }
 

@@ -8,6 +8,7 @@ pub mod desc;
 pub mod device;
 mod dlpack;
 pub mod error;
+mod float_mode;
 mod fork;
 pub mod kernel;
 pub mod moe;

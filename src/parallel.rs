@@ -4,62 +4,36 @@
 //! Only this file names rayon, so that no loop can run in rayon's global pool. `Parallel` has the methods that do the work, and rayon's
 //! trait of the same methods is not exported.
 
-use crate::fork;
+use crate::float_mode;
+use crate::fork::PerProcess;
 use rayon::iter::ParallelIterator;
 pub use rayon::iter::{IndexedParallelIterator, IntoParallelIterator, IntoParallelRefMutIterator};
 pub use rayon::slice::{ParallelSlice, ParallelSliceMut};
 use rayon::{ThreadPool, ThreadPoolBuilder};
-use std::sync::atomic::{AtomicPtr, Ordering};
-
-struct Pool {
-    /// The `fork::generation()` of the process that has these threads.
-    generation: u32,
-    threads: ThreadPool,
-}
-
-static POOL: AtomicPtr<Pool> = AtomicPtr::new(std::ptr::null_mut());
 
 /// A pool with `RAYON_NUM_THREADS` threads, or one thread for each processor. If the system gives no more threads, it takes half as many,
 /// and so on.
 fn start() -> ThreadPool {
+    // A new thread has the mode of the thread that starts it.
+    let builder = || ThreadPoolBuilder::new().start_handler(|_| float_mode::set_default());
     let mut most = 2 * std::thread::available_parallelism().map_or(1, usize::from);
-    let mut builder = ThreadPoolBuilder::new();
+    let mut pool = builder();
     loop {
-        match builder.build() {
+        match pool.build() {
             Ok(threads) => return threads,
             Err(error) => {
                 most /= 2;
                 assert!(most > 0, "no thread can be started: {error}");
-                builder = ThreadPoolBuilder::new().num_threads(most);
+                pool = builder().num_threads(most);
             }
         }
     }
 }
 
-/// This process's pool.
-///
-/// NOTE: there is no lock, because another thread of the parent may have held it at the fork.
+/// This process's pool. A parent's pool is left alone, because its threads cannot be told to end.
 fn pool() -> &'static ThreadPool {
-    let generation = fork::generation();
-    let current = POOL.load(Ordering::Acquire);
-    // SAFETY: the pointer is null, or a pool that was stored below and is never freed.
-    if let Some(pool) = unsafe { current.as_ref() }.filter(|pool| pool.generation == generation) {
-        return &pool.threads;
-    }
-    let made = Box::into_raw(Box::new(Pool { generation, threads: start() }));
-    // A parent's pool is left alone, because its threads cannot be told to end.
-    match POOL.compare_exchange(current, made, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: the pool was made above, and from here on it is never freed.
-        Ok(_) => unsafe { &(*made).threads },
-        Err(faster) => {
-            // SAFETY: another thread of this process was faster. Nobody has seen the pool that was made here, and the other one is never
-            // freed.
-            unsafe {
-                drop(Box::from_raw(made));
-                &(*faster).threads
-            }
-        }
-    }
+    static POOL: PerProcess<ThreadPool> = PerProcess::new();
+    POOL.get(start)
 }
 
 /// The number of threads on which this process's loops run.
@@ -130,6 +104,16 @@ mod tests {
         let mut wrong = Vec::new();
         check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut wrong);
         assert_eq!(wrong, [""; 0]);
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn a_pool_has_the_default_mode() {
+        let of_pool = std::thread::spawn(|| {
+            float_mode::set_flushing();
+            start().broadcast(|_| float_mode::is_default())
+        });
+        assert!(of_pool.join().unwrap().into_iter().all(|is_default| is_default));
     }
 
     #[test]

@@ -7,6 +7,7 @@
 mod contract;
 mod elem;
 mod owned;
+mod running;
 mod storage;
 #[cfg(test)]
 mod tests;
@@ -18,7 +19,7 @@ pub use owned::Owned;
 use crate::contract;
 use crate::dlpack;
 use crate::error::{Error, Result};
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyException, PyMemoryError, PyTypeError};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyTuple, PyType};
@@ -332,10 +333,7 @@ impl<'py> Borrowed<'py> {
             Ok(capsule) => Capsule(capsule),
             Err(error) => match read_only_array(operand, object)? {
                 Some(view) => return Ok(Borrowed { view, object: object.clone(), _capsule: None }),
-                None => {
-                    let error = error.value(py).to_string();
-                    contract!("{operand}: cannot be read through DLPack: {}", error.lines().next().unwrap_or_default())
-                }
+                None => contract!("{operand}: cannot be read through DLPack: {}", reason(py, error)?),
             },
         };
         let Some((tensor, read_only)) = capsule.tensor() else {
@@ -367,12 +365,20 @@ fn exchange(
     // SAFETY: the GIL is held, the object is of a type that publishes this table, and zeros are a valid tensor.
     unsafe {
         if from_object(object.as_ptr().cast(), tensor.as_mut_ptr()) != 0 {
-            let error =
-                PyErr::take(py).map_or("its type's exchange table says no more".into(), |e| e.value(py).to_string());
-            contract!("{operand}: cannot be read: {}", error.lines().next().unwrap_or_default());
+            let error = PyErr::take(py).map(|error| reason(py, error)).transpose()?;
+            let error = error.unwrap_or("its type's exchange table says no more".into());
+            contract!("{operand}: cannot be read: {error}");
         }
         Ok(tensor.assume_init())
     }
+}
+
+/// The first line of a producer's exception. An interrupt and missing memory are no fault of the operand, so they stay what they are.
+fn reason(py: Python<'_>, error: PyErr) -> Result<String> {
+    if !error.is_instance_of::<PyException>(py) || error.is_instance_of::<PyMemoryError>(py) {
+        return Err(error.into());
+    }
+    Ok(error.value(py).to_string().lines().next().unwrap_or_default().into())
 }
 
 /// Asks for a capsule that says whether its memory may be written. Producers of the older protocol do not know this argument.
@@ -525,6 +531,35 @@ fn origin_of_type(ty: &Bound<'_, PyType>) -> Result<Origin> {
 
 fn grad_enabled(py: Python<'_>) -> Result<bool> {
     Ok(py.import(intern!(py, "torch"))?.call_method0(intern!(py, "is_grad_enabled"))?.is_truthy()?)
+}
+
+/// Whether torch computes tangents now, inside `torch.autograd.forward_ad.dual_level()`.
+fn in_forward_mode(py: Python<'_>) -> Result<bool> {
+    static MODULE: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let module = match MODULE.get(py) {
+        Some(module) => module.bind(py).clone(),
+        None => {
+            // torch loads it with itself. A module that is not loaded has computed nothing.
+            let modules = py.import(intern!(py, "sys"))?.getattr(intern!(py, "modules"))?;
+            let module = modules.call_method1(intern!(py, "get"), (intern!(py, "torch.autograd.forward_ad"),))?;
+            if module.is_none() {
+                return Ok(false);
+            }
+            let _ = MODULE.set(py, module.clone().unbind());
+            module
+        }
+    };
+    // The number of the innermost level, -1 outside of all.
+    let level = module.getattr_opt(intern!(py, "_current_level"))?;
+    Ok(level.map_or(Ok(-1), |level| level.extract::<i64>())? >= 0)
+}
+
+/// Whether a torch tensor has a tangent.
+fn has_tangent(object: &Bound<'_, PyAny>) -> Result<bool> {
+    let py = object.py();
+    let parts =
+        py.import(intern!(py, "torch.autograd.forward_ad"))?.call_method1(intern!(py, "unpack_dual"), (object,))?;
+    Ok(!parts.getattr(intern!(py, "tangent"))?.is_none())
 }
 
 /// The description of a tensor without its address, for decisions that come before an operand is borrowed.

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_no_grad, check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,6 +144,7 @@ def mxfp8_linear(
             raise ValueError(f"bias: expected dtype bfloat16, float16 or float32, got {name}")
         if bias.device != input.device:
             raise ValueError(f"bias: expected device {input.device} (from input), got {bias.device}")
+        check_no_grad("bias", bias)
     (n, k), rows = weight.shape, input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
     if rows.shape[1] != k:
         raise ValueError(f'input: dimension {input.ndim - 1} "k": expected {k} (from weight), got {rows.shape[1]}')

@@ -7,6 +7,16 @@ from typing import Any
 from oxmoe.tracing import tracing
 
 
+def check_no_grad(name: str, tensor: Any) -> None:
+    """Raises ValueError if the result of a call would lack this operand's gradient."""
+    import torch
+
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: requires grad; oxmoe has no backward: pass {name}.detach() or call under torch.no_grad()"
+        )
+
+
 def check_tensor(name: str, value: Any, *dimensions: str) -> None:
     """Raises ValueError unless value is a dense torch tensor in memory. If dimensions are given, it must have them."""
     import torch

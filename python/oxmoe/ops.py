@@ -36,13 +36,21 @@ PLAIN_FORMATS = (
     *("bf16", "f16", "f32", "mxfp4", "mxfp4-a8", "mxfp8"),
     *("fp8_block", "fp8_tensor", "fp8_tensor-token", "fp8_tensor-static"),
 )
-# Options of formats with scales; other formats take none of them. The last two are MXFP4's options.
+# Options of formats with scales; other formats take none of them. The last two are options of MXFP4 and MXFP8.
 BLOCK_OPTION_NAMES = ("w13_scale", "w2_scale", "a13_scale", "a2_scale", "format", "dtype", "hidden_size")
 _DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 _PACKED_ONLY = "supported on CUDA: oxmoe.moe with an ExpertWeights of the format, which packs them once"
-_LOGITS_OPTION_NAMES = frozenset(
-    ("router_logits", "top_k", "scoring_func", "renormalize", "correction_bias", "num_expert_group", "topk_group")
-) | {"num_token_non_padded"}
+# Options of router logits, with their defaults.
+_LOGITS_OPTIONS: dict[str, Any] = {
+    "router_logits": None,
+    "top_k": 0,
+    "scoring_func": "softmax",
+    "renormalize": True,
+    "correction_bias": None,
+    "num_expert_group": 0,
+    "topk_group": 0,
+    "num_token_non_padded": None,
+}
 EXPERT_OPTIONS = (
     'str layout="gate_up", str activation="silu", bool? gated=None, float alpha=1.0, float beta=0.0, '
     'float? limit=None, str clamp="before", Tensor? w13_scale=None, Tensor? w2_scale=None, str? format=None, '
@@ -119,6 +127,10 @@ def _refuse_packed_formats(w13: Tensor, options: dict[str, Any]) -> None:
         raise NotImplementedError(f"{options['format']} experts on {w13.device} as bare tensors; {_PACKED_ONLY}")
 
 
+def _is_given(value: Any, default: Any) -> bool:
+    return value is not None if default is None else value != default
+
+
 def _moe(
     x: Tensor,
     w13: Tensor,
@@ -130,8 +142,10 @@ def _moe(
     **options: Any,
 ) -> Tensor:
     _name_tensors(options)
-    if topk_weights is not None and topk_ids is not None:
-        options = {name: value for name, value in options.items() if name not in _LOGITS_OPTION_NAMES}
+    # The call that takes options of router logits refuses them beside ids.
+    of_logits = any(_is_given(options.get(name, default), default) for name, default in _LOGITS_OPTIONS.items())
+    if topk_weights is not None and topk_ids is not None and not of_logits:
+        options = {name: value for name, value in options.items() if name not in _LOGITS_OPTIONS}
         return _oxmoe.moe_tensors(x, w13, w2, topk_weights, topk_ids, b13=b13, b2=b2, **options)
     _refuse_packed_formats(w13, options)
     names = EXPERT_OPTION_NAMES + BLOCK_OPTION_NAMES
@@ -337,7 +351,7 @@ def expert_tensors(
         value = getattr(weights, name)
         options[_EXPERT_TENSOR_NAMES[name] if isinstance(value, Tensor) else name] = value
     if weights.w13_scale is not None:
-        names = BLOCK_OPTION_NAMES if weights.format.startswith("mxfp4") else BLOCK_OPTION_NAMES[:-2]
+        names = BLOCK_OPTION_NAMES if weights.format.startswith("mxfp") else BLOCK_OPTION_NAMES[:-2]
         options.update({name: getattr(weights, name) for name in names})
     return weights.w13, weights.w2, weights.b13, weights.b2, options
 

@@ -300,7 +300,7 @@ def mxfp4_window(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 def rows_e4m3(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantises x [..., K] to e4m3 with one scale a row: (codes float8_e4m3fn [..., K], scales fp32 [...])."""
     # The divisor is a tensor: on CUDA, torch would multiply with the reciprocal of a Python number.
-    scales = x.abs().amax(-1).float() / torch.tensor(448.0, device=x.device)
+    scales = x.abs().amax(-1).float() / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
     codes = (x.float() * (1.0 / scales)[..., None]).clamp(-448.0, 448.0)
     return codes.to(torch.float8_e4m3fn), scales
@@ -311,7 +311,7 @@ def fp8_groups(x: Tensor, group: int = 128, eps: float = 1e-10, powers: bool = F
     power of two; NaN does not count for it."""
     groups = x.float().unflatten(-1, (-1, group))
     amax = groups.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1).clamp(min=float(eps))
-    scales = amax / torch.tensor(448.0, device=x.device)
+    scales = amax / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     if powers:
         mantissa, exponent = torch.frexp(scales)
         scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
@@ -356,7 +356,7 @@ def fp8_rows(x: Tensor, scale: Tensor | None, dynamic: str | None) -> tuple[Tens
     if scale is None:
         amax = x.float().abs().nan_to_num(nan=0.0, posinf=math.inf)
         amax = amax.amax(-1, keepdim=True) if dynamic == "token" else amax.max() if amax.numel() else amax.sum()
-        scale = amax.clamp(min=1e-10) / torch.tensor(448.0, device=x.device)
+        scale = amax.clamp(min=1e-10) / torch.tensor(448.0, dtype=torch.float32, device=x.device)
     codes = (x.float() * (1.0 / scale)).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes, scale.broadcast_to((x.shape[0], -(-x.shape[1] // 128)))
 
@@ -369,7 +369,7 @@ def fp8_product(rows: tuple[Tensor, Tensor], weights: Tensor, scales: Tensor) ->
     if scales.shape[0] == weights.shape[0] and scales.numel() == weights.shape[0]:
         ones = scales.new_ones((-(-weights.shape[0] // 128), -(-weights.shape[1] // 128)))
         return fp8_product(rows, weights, ones) * scales.flatten()
-    total = torch.zeros((codes.shape[0], weights.shape[0]), device=codes.device)
+    total = torch.zeros((codes.shape[0], weights.shape[0]), dtype=torch.float32, device=codes.device)
     codes, weights = e4m3_numbers(codes), e4m3_numbers(weights)
     for block in range(scales.shape[1]):
         columns = slice(128 * block, 128 * block + 128)
@@ -383,7 +383,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
     """Returns (e2m1 codes uint8 [..., K], values of block scales fp32 [..., K / block]) of x times scale."""
     blocks = x.float().unflatten(-1, (-1, block))
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
-    sixth = torch.tensor(1.0 / 6.0, device=x.device)
+    sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=x.device)
     wanted = scale * (blocks.abs().nan_to_num(nan=0.0, posinf=math.inf).amax(-1) * sixth)
     if powers:
         mantissa, exponent = torch.frexp(wanted)
@@ -392,7 +392,7 @@ def nvfp4(x: Tensor, scale: Tensor | float, powers: bool = False, block: int = 1
         scales = wanted.clamp(max=448.0).to(torch.float8_e4m3fn).float()
     scaled = blocks * torch.where(scales > 0, scale / scales, 0.0)[..., None]
     # The middles between two neighbouring codes. A number on a middle takes the even code.
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
+    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], dtype=torch.float32, device=x.device)
     magnitude = scaled.abs().nan_to_num(nan=6.0)
     low, high = torch.searchsorted(middles, magnitude), torch.searchsorted(middles, magnitude, right=True)
     codes = torch.where(low % 2 == 0, low, high) | torch.where(scaled.signbit() & ~scaled.isnan(), 8, 0)
@@ -542,7 +542,7 @@ def topk(
         weights = weights.gather(1, by_id)
     if num_fused_shared_experts:
         shared = torch.arange(experts, experts + num_fused_shared_experts, device=ids.device).expand(tokens, -1)
-        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, device=ids.device)
+        shared_weights = torch.full(shared.shape, 1.0 / routed_scaling_factor, dtype=torch.float32, device=ids.device)
         ids, weights = torch.cat([ids, shared], dim=1), torch.cat([weights, shared_weights], dim=1)
     if apply_routed_scaling_factor_on_output:
         weights = weights * float(routed_scaling_factor)
@@ -584,13 +584,13 @@ def block_tables(histogram: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Returns (block_offs_data [4, E + 1], block_schedule_data [4, max_blocks]). An entry of the schedule is block <<
     16 | expert; -1 fills the rest."""
     experts = histogram.numel()
-    offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32)
-    schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32)
+    offsets = torch.zeros((len(BLOCK_SIZES), experts + 1), dtype=torch.int32, device="cpu")
+    schedule = torch.full((len(BLOCK_SIZES), max_blocks(experts, num_rows)), -1, dtype=torch.int32, device="cpu")
     counts = histogram.tolist()
     for row, size in enumerate(BLOCK_SIZES):
         entries = [block << 16 | expert for expert, count in enumerate(counts) for block in range(-(-count // size))]
-        schedule[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32)
-        blocks = torch.tensor([-(-count // size) for count in counts])
+        schedule[row, : len(entries)] = torch.tensor(entries, dtype=torch.int32, device="cpu")
+        blocks = torch.tensor([-(-count // size) for count in counts], device="cpu")
         offsets[row, 1:] = blocks.cumsum(0)
     return offsets.to(histogram.device), schedule.to(histogram.device)
 

@@ -30,12 +30,14 @@ def _row_major(scale: Any, x: Any) -> Any:
     if scale.dtype != torch.int32:
         return scale.contiguous()
     check_tensor("x", x)
+    expected = (*x.shape[:-1], -(-x.shape[-1] // 512))
+    if scale.shape != expected:
+        raise ValueError(f"x_scale: expected int32 {list(expected)} of E8M0 bytes, got shape {list(scale.shape)}")
     if scale.stride(-1) != 1:
         # NOTE: contiguous() does not do here: if the last dimension is 1, torch takes column-major scales for
         # contiguous ones, but a view as bytes needs the stride 1.
         scale = scale.clone(memory_format=torch.contiguous_format)
-    powers = scale.contiguous().view(torch.uint8)[..., : x.shape[-1] // 128]
-    return (powers.int() << 23).view(torch.float32)
+    return scale.contiguous().view(torch.float8_e8m0fnu)[..., : x.shape[-1] // 128].float()
 
 
 def moe_masked(
@@ -88,6 +90,8 @@ def moe_contiguous(
     """
     if (counts is None) == (m_indices is None):
         raise ValueError("counts and m_indices: expected one of the two")
+    if m_indices is not None and alignment != 1:
+        raise ValueError(f"alignment: is an option of counts, but m_indices were given, got {alignment}")
     if x_scale is not None:
         x_scale = _row_major(x_scale, x)
     if m_indices is None:
@@ -109,5 +113,5 @@ def moe_contiguous(
         raise ValueError(f"m_indices: expected dtype int32 or int64, got {name}")
     if isinstance(x, torch.Tensor) and x.ndim == 2 and m_indices.shape[0] != x.shape[0]:
         raise ValueError(f'm_indices: dimension 0 "M": expected {x.shape[0]} (from x), got {m_indices.shape[0]}')
-    ones = torch.ones((m_indices.shape[0], 1), device=m_indices.device)
+    ones = torch.ones((m_indices.shape[0], 1), dtype=torch.float32, device=m_indices.device)
     return moe(x, weights, ones, m_indices[:, None], x_scale=x_scale, out=out, workspace=workspace)

@@ -123,7 +123,7 @@ def assert_close_ulp(actual: Tensor, expected: Tensor, bar: Bar | None = None, *
         zeros = ulp_error(torch.zeros_like(expected), expected)
         assert not zeros.any() or not bar.passes(zeros), f"{what}: {_BLIND}: zeros would pass ({zeros.max():g} ulp)"
         return
-    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), expected.shape))
+    place = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst, device="cpu"), expected.shape))
     raise AssertionError(
         f"{what}: {error.flatten()[worst].item():.3g} ulp at {place} (got {actual.flatten()[worst].item():.6g}, "
         f"expected {expected.flatten()[worst].item():.6g}), {beyond} of {error.numel()} beyond {bar.ulps:g} ulp; "

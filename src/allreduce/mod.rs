@@ -33,7 +33,7 @@ pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyRes
         };
         let dtype = checked.shape.dtype;
         // SAFETY: shapes and row numbers were checked, `out` is new.
-        contract.finish()?.on_cpu(py, || unsafe { cpu::contribute(&contribution, dtype) });
+        contract.finish()?.on_cpu(py, || unsafe { cpu::contribute(&contribution, dtype) })?;
         Ok((word, out))
     })
 }
@@ -59,7 +59,7 @@ pub fn allreduce_finish<'py>(
         }
         let (rows, result) = checked.rows(kept.iter().map(Message::data).collect())?;
         // SAFETY: every tensor was checked against the shape, outputs against each other and against inputs.
-        contract.finish()?.on_cpu(py, || unsafe { cpu::reduce_rows(&rows, dtype) });
+        contract.finish()?.on_cpu(py, || unsafe { cpu::reduce_rows(&rows, dtype) })?;
         stats::count(stats::Call::AllReduceFusion, checked.shape.tokens.into());
         Ok(result)
     })

@@ -79,6 +79,8 @@ pub fn check_hidden(operand: &str, hidden: i64, elem: Elem) -> Result<()> {
 /// Inputs that may be the same tensor as an output of rows: kernels read a row whole before they write it. A rank's own message is its
 /// input.
 const ROWS: &[&str] = &["input", "residual_in", "messages"];
+/// These inputs in the MoE patterns. There a row of `input` may be read for another row of the output.
+const MOE_ROWS: &[&str] = &["residual_in", "messages"];
 
 fn input<'py>(
     name: &'static str,
@@ -91,9 +93,11 @@ fn input<'py>(
 fn output<'py>(
     name: &'static str,
     object: &Option<Bound<'py, PyAny>>,
+    pattern: &Pattern,
     contract: &mut Contract<'_>,
 ) -> Result<Option<Borrowed<'py>>> {
-    object.as_ref().map(|object| contract.output_over(name, object, ROWS)).transpose()
+    let same = if pattern.source == Source::Input { ROWS } else { MOE_ROWS };
+    object.as_ref().map(|object| contract.output_over(name, object, same)).transpose()
 }
 
 impl<'py> Operands<'py> {
@@ -134,7 +138,7 @@ impl<'py> Operands<'py> {
         let shared = read("shared_expert_output", &self.shared_expert_output)?;
         let token_input = read("moe_reduction_token_input", &self.moe_reduction_token_input)?;
         let mut written = |name, object| {
-            let tensor = output(name, object, &mut contract)?;
+            let tensor = output(name, object, pattern, &mut contract)?;
             of_rows(name, tensor, &mut contract)
         };
         let output_rows = written("output", &self.output)?;
@@ -149,8 +153,8 @@ impl<'py> Operands<'py> {
             Source::MoeFinalize => Some(self.finalize(shared, elem, &mut contract)?),
             Source::MoeReduction => Some(self.reduction(token_input, (tokens, elem), &mut contract)?),
         };
-        let quant_out = output("quant_out", &self.quant_out, &mut contract)?;
-        let scale_out = output("scale_out", &self.scale_out, &mut contract)?;
+        let quant_out = output("quant_out", &self.quant_out, pattern, &mut contract)?;
+        let scale_out = output("scale_out", &self.scale_out, pattern, &mut contract)?;
         let (quantise, scale_factor) = match &quant_out {
             None => (Quantise::None, None),
             Some(quant_out) => {

@@ -102,7 +102,7 @@ pub fn mm_mxfp8<'py>(
         match from_a.place {
             Place::Cpu => {
                 // SAFETY: shapes, dtypes and extents were checked, and out overlaps nothing.
-                checked.on_cpu(py, || unsafe { cpu::mm_mxfp8(&params) })?;
+                checked.on_cpu(py, || unsafe { cpu::mm_mxfp8(&params) })??;
             }
             Place::Cuda(ordinal) => {
                 for (operand, tensor) in [("a", &from_a), ("b", &columns), ("out", &to)] {

@@ -128,7 +128,7 @@ impl<'py> Call<'_, 'py> {
                 let parameters = self.parameters(&memory, &program);
                 // SAFETY: every place is in a tensor that the contract checked, in the layer, or in the workspace, whose ranges are the
                 // program's.
-                checked.on_cpu(py, || unsafe { run::on_cpu(self.name, &parameters) })?;
+                checked.on_cpu(py, || unsafe { run::on_cpu(self.name, &parameters) })??;
             }
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, x.current_stream(py)?, &checked)?;

@@ -30,7 +30,7 @@ pub fn borrow_scale<'py>(
     let made = contract.new_output(operand, &given, given.shape(), Elem::U8)?;
     let wrong = match given.place {
         _ if given.numel() == 0 => None,
-        Place::Cpu => scale_bytes(object.py(), &contract.finish()?, &given, &made),
+        Place::Cpu => scale_bytes(object.py(), &contract.finish()?, &given, &made)?,
         Place::Cuda(ordinal) => scale_bytes_on_cuda(ordinal, contract, &given, &made)?,
     };
     if let Some((wrong, scale)) = wrong {
@@ -42,7 +42,7 @@ pub fn borrow_scale<'py>(
 }
 
 /// Writes the bytes. Returns the first scale that has no byte, and its index.
-fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> Option<(usize, f32)> {
+fn scale_bytes(py: Python<'_>, checked: &Checked<'_>, given: &View, made: &View) -> Result<Option<(usize, f32)>> {
     // SAFETY: both are contiguous tensors of as many elements, and nobody else has the new one.
     let (scales, out) = unsafe {
         let count = given.numel() as usize;
@@ -60,8 +60,8 @@ fn scale_bytes(py: Python<'_>, checked: &Checked, given: &View, made: &View) -> 
             }
             wrong
         })
-    });
-    wrong.map(|wrong| (wrong, scales[wrong]))
+    })?;
+    Ok(wrong.map(|wrong| (wrong, scales[wrong])))
 }
 
 /// Writes the bytes on the GPU, and waits for it, because a wrong scale must be an error before the weights are used.

@@ -278,7 +278,7 @@ pub fn topk<'py>(
             match logits.place {
                 Place::Cpu => {
                     // SAFETY: shapes were checked against the parameters above.
-                    checked.on_cpu(py, || unsafe { cpu::select(&select) });
+                    checked.on_cpu(py, || unsafe { cpu::select(&select) })?;
                 }
                 Place::Cuda(ordinal) => {
                     let gpu = gpu(ordinal)?;
@@ -377,7 +377,7 @@ fn sort<'py>(
         }
         Place::Cpu => {
             // SAFETY: all tables were made above with the sizes that the parameters state.
-            checked.on_cpu(py, || unsafe { cpu::route(&route) });
+            checked.on_cpu(py, || unsafe { cpu::route(&route) })?;
         }
     }
     Ok(sorted)
@@ -463,7 +463,7 @@ pub fn routing_tables<'py>(
             }
             Place::Cpu => {
                 // SAFETY: all tables were made above with the sizes that the parameters state.
-                checked.on_cpu(py, || unsafe { cpu::ragged(&params) });
+                checked.on_cpu(py, || unsafe { cpu::ragged(&params) })?;
             }
         }
         let Sorted { histogram, offsets: slice_offsets, place_of_slot, slot_of_place } = sorted;

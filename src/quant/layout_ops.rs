@@ -29,7 +29,7 @@ fn convert(
             for (conversion, (operand, from, to)) in conversions.iter().zip(tensors) {
                 // SAFETY: the tensors are contiguous bytes (or contiguous as transposed), and the outputs are new.
                 let (from, to) = unsafe { (elements(operand, from)?, elements_mut("out", to)?) };
-                checked.on_cpu(py, || conversion.on_host(from, to));
+                checked.on_cpu(py, || conversion.on_host(from, to))?;
             }
         }
         Place::Cuda(ordinal) => {

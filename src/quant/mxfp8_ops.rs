@@ -72,7 +72,7 @@ pub fn quantize_mxfp8<'py>(x: &Bound<'py, PyAny>, layout: &str, alignment: i64) 
         } else {
             check_numbers("x", &from)?;
             // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
-            checked.on_cpu(py, || unsafe { cpu::quantize_mxfp8(&params) });
+            checked.on_cpu(py, || unsafe { cpu::quantize_mxfp8(&params) })?;
         }
         Ok((codes.into_object(), scales.into_object()))
     })
@@ -126,7 +126,7 @@ pub fn dequantize_mxfp8<'py>(
         } else {
             check_numbers("out", &out)?;
             // SAFETY: the contract checked shapes and dtypes, and the output is new.
-            checked.on_cpu(py, || unsafe { cpu::dequantize_mxfp8(&params) });
+            checked.on_cpu(py, || unsafe { cpu::dequantize_mxfp8(&params) })?;
         }
         Ok(out.into_object())
     })

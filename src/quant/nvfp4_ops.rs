@@ -101,7 +101,7 @@ pub fn quantize_nvfp4<'py>(
                 _ => check_aligned::<u16>("x", &from)?,
             }
             // SAFETY: the contract checked shapes and dtypes, and the outputs are new.
-            checked.on_cpu(py, || unsafe { cpu::quantize_nvfp4(&params) });
+            checked.on_cpu(py, || unsafe { cpu::quantize_nvfp4(&params) })?;
         }
         Ok((codes.into_object(), scales.into_object()))
     })

@@ -122,19 +122,19 @@ pub fn quantize_mxfp4<'py>(x: &Bound<'py, PyAny>, rounding: &str) -> PyResult<Pa
                 Elem::Bf16 => quantize::<bf16>(cpu, elements("x", &from)?, rounding, outputs),
                 Elem::F16 => quantize::<f16>(cpu, elements("x", &from)?, rounding, outputs),
                 _ => quantize::<f32>(cpu, elements("x", &from)?, rounding, outputs),
-            }
+            }?;
         }
         Ok((codes.into_object(), scales.into_object()))
     })
 }
 
 fn quantize<T: Float>(
-    (py, checked): (Python<'_>, &Checked),
+    (py, checked): (Python<'_>, &Checked<'_>),
     x: &[T],
     rounding: Rounding,
     (codes, scales): (&mut [u8], &mut [u8]),
-) {
-    checked.on_cpu(py, || mxfp4::quantize(x, rounding, codes, scales));
+) -> Result<()> {
+    checked.on_cpu(py, || mxfp4::quantize(x, rounding, codes, scales))
 }
 
 #[doc = crate::help!("dequantize_mxfp4")]
@@ -175,14 +175,18 @@ pub fn dequantize_mxfp4<'py>(
                 Elem::Bf16 => dequantize::<bf16>(cpu, inputs, elements_mut("out", &out)?),
                 Elem::F16 => dequantize::<f16>(cpu, inputs, elements_mut("out", &out)?),
                 _ => dequantize::<f32>(cpu, inputs, elements_mut("out", &out)?),
-            }
+            }?;
         }
         Ok(out.into_object())
     })
 }
 
-fn dequantize<T: Float>((py, checked): (Python<'_>, &Checked), (codes, scales): (&[u8], &[u8]), out: &mut [T]) {
-    checked.on_cpu(py, || mxfp4::dequantize(codes, scales, out));
+fn dequantize<T: Float>(
+    (py, checked): (Python<'_>, &Checked<'_>),
+    (codes, scales): (&[u8], &[u8]),
+    out: &mut [T],
+) -> Result<()> {
+    checked.on_cpu(py, || mxfp4::dequantize(codes, scales, out))
 }
 
 /// Launches a conversion between numbers and their codes and scales on a GPU. `up` says how scales are rounded.

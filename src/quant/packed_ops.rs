@@ -79,7 +79,7 @@ pub fn pack_mxfp4<'py>(
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
-            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::pack_mxfp4(&params) }),
+            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::pack_mxfp4(&params) })?,
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
                 packed::launch_peak(&stream, "mxfp4_pack", mxfp4::PACKERS, &params)?;
@@ -156,7 +156,7 @@ pub fn unpack_mxfp4<'py>(
         };
         match from.place {
             // SAFETY: extents were checked; the outputs are new, and the inputs are only read.
-            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::unpack_mxfp4(&params) }),
+            Place::Cpu => checked.on_cpu(py, || unsafe { cpu::unpack_mxfp4(&params) })?,
             Place::Cuda(ordinal) => {
                 let stream = Stream::new(gpu(ordinal)?, from.current_stream(py)?, &checked)?;
                 packed::launch_unpack(&stream, "mxfp4_unpack", extent, &params)?;

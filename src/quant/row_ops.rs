@@ -48,7 +48,7 @@ pub fn quantize_rows_e4m3<'py>(x: &Bound<'py, PyAny>) -> PyResult<Pair<'py>> {
             Place::Cpu => {
                 check_aligned::<bf16>("x", &from)?;
                 // SAFETY: the shapes were checked, and the outputs are new.
-                checked.on_cpu(py, || unsafe { cpu::quantize_rows_e4m3(&params) });
+                checked.on_cpu(py, || unsafe { cpu::quantize_rows_e4m3(&params) })?;
             }
             Place::Cuda(ordinal) => {
                 check_multiple("x", lead.len(), "K", k, 8)?;

@@ -3,9 +3,11 @@
 //! A call borrows every operand through its contract, as an input or as an output, so that the read and write sets cannot miss one.
 //! `finish` compares them, only here, and gives the token without which nothing is launched.
 
-use super::{empty, Borrowed, Elem, Origin, Place, View};
+use super::running::{self, Use};
+use super::{empty, has_tangent, in_forward_mode, Borrowed, Elem, Origin, Place, View};
 use crate::contract;
 use crate::error::Result;
+use crate::float_mode;
 use pyo3::prelude::*;
 
 /// One dimension of a contract.
@@ -52,7 +54,7 @@ impl Span {
 }
 
 /// A borrowed operand in the read and write sets.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 struct Access {
     span: Span,
     elem: Elem,
@@ -69,22 +71,34 @@ pub fn check_dtype(operand: &str, t: &View, elems: &[Elem]) -> Result<()> {
     Ok(())
 }
 
+/// The expression that makes a right copy of an operand: a method of torch's tensors, or one of numpy's arrays.
+fn copy_of(operand: &str, t: &View, of_torch: &str, of_numpy: &str) -> String {
+    format!("{operand}.{}()", if t.origin == Origin::Other { of_numpy } else { of_torch })
+}
+
 /// Operands that a contract has room for from the start. A call of the layer has fewer.
 const ROOM: usize = 12;
 
 /// The proof that a call's outputs are apart from its other operands. Launches and CPU loops ask for it.
 #[derive(Debug)]
-pub struct Checked(());
+pub struct Checked<'c>(&'c Contract<'c>);
 
-impl Checked {
-    /// Runs a loop of the CPU backend without the interpreter lock.
-    pub fn on_cpu<T: Send>(&self, py: Python<'_>, body: impl FnOnce() -> T + Send) -> T {
-        py.detach(body)
+impl Checked<'_> {
+    /// Runs a loop of the CPU backend without the interpreter lock, in the default floating-point mode. It is an error if a call on another
+    /// thread uses memory of this call at the moment, and one of them writes it.
+    pub fn on_cpu<T: Send>(&self, py: Python<'_>, body: impl FnOnce() -> T + Send) -> Result<T> {
+        let running = running::begin(self.0.uses())?;
+        Ok(py.detach(|| {
+            let result = float_mode::in_default(body);
+            drop(running);
+            result
+        }))
     }
 }
 
 /// The contract of one call. Each operand is borrowed and checked once. An error names the operand, the dimension, the expected and the
 /// given value.
+#[derive(Debug)]
 pub struct Contract<'a> {
     bound: [(&'static str, i64, &'static str); 8],
     count: usize,
@@ -94,6 +108,8 @@ pub struct Contract<'a> {
     accesses: Vec<Access>,
     /// Memory that the call reads of a layer that was described before.
     layer: &'a [Span],
+    /// Whether torch computes tangents now, once an input was asked whether it has one.
+    forward_mode: Option<bool>,
 }
 
 impl Default for Contract<'_> {
@@ -105,6 +121,7 @@ impl Default for Contract<'_> {
             torch: None,
             accesses: Vec::with_capacity(ROOM),
             layer: &[],
+            forward_mode: None,
         }
     }
 }
@@ -137,8 +154,26 @@ impl<'a> Contract<'a> {
     /// Borrows an operand that the call reads.
     pub fn input<'py>(&mut self, operand: &'static str, object: &Bound<'py, PyAny>) -> Result<Borrowed<'py>> {
         let tensor = Borrowed::borrow(operand, object)?;
+        self.refuse_tangent(operand, &tensor)?;
         self.record(operand, &tensor, None)?;
         Ok(tensor)
+    }
+
+    /// Refuses a tensor with a tangent: the result would have none.
+    fn refuse_tangent(&mut self, operand: &'static str, tensor: &Borrowed<'_>) -> Result<()> {
+        if !tensor.elem.may_require_grad() || !matches!(tensor.origin, Origin::Torch(_) | Origin::OldTorch) {
+            return Ok(());
+        }
+        let forward_mode = match self.forward_mode {
+            Some(known) => known,
+            None => *self.forward_mode.insert(in_forward_mode(tensor.object().py())?),
+        };
+        if forward_mode && has_tangent(tensor.object())? {
+            contract!(
+                "{operand}: has a tangent (forward-mode differentiation); oxmoe computes none: pass {operand}.detach()"
+            );
+        }
+        Ok(())
     }
 
     /// Borrows an operand that the call writes. It shares memory with no other operand.
@@ -146,7 +181,7 @@ impl<'a> Contract<'a> {
         self.output_over(operand, object, &[])
     }
 
-    /// Borrows an operand that the call writes. It may also be one of the inputs `same`: at the same address, with the same dtype.
+    /// Borrows an operand that the call writes. It may also be one of the inputs `same`: the same bytes, with the same dtype.
     pub fn output_over<'py>(
         &mut self,
         operand: &'static str,
@@ -164,7 +199,7 @@ impl<'a> Contract<'a> {
     /// A new uninitialised tensor of `like`'s package on its device, which the call writes. It is not recorded: newly allocated memory is
     /// apart from every operand, and a part of a call may free it before the next part allocates.
     pub fn new_output<'py>(
-        &mut self,
+        &self,
         operand: &'static str,
         like: &Borrowed<'py>,
         shape: &[i64],
@@ -183,8 +218,9 @@ impl<'a> Contract<'a> {
         let alignment = view.elem.bytes();
         if alignment.is_power_of_two() && !(view.data as usize).is_multiple_of(alignment) {
             contract!(
-                "{operand}: must be aligned to {alignment} bytes, got address {:p}; pass {operand}.clone()",
-                view.data
+                "{operand}: must be aligned to {alignment} bytes, got address {:p}; pass {}",
+                view.data,
+                copy_of(operand, view, "clone", "copy")
             );
         }
         self.accesses.push(Access { span: Span::of(operand, view), elem: view.elem, written_over });
@@ -192,7 +228,7 @@ impl<'a> Contract<'a> {
     }
 
     /// Compares everything that the call writes with everything else that it reads or writes.
-    pub fn finish(&self) -> Result<Checked> {
+    pub fn finish(&self) -> Result<Checked<'_>> {
         for (i, output) in self.accesses.iter().enumerate() {
             let Some(same) = output.written_over else { continue };
             for (j, other) in self.accesses.iter().enumerate() {
@@ -204,7 +240,7 @@ impl<'a> Contract<'a> {
                 if !same.contains(&name) {
                     contract!("{operand}: overlaps {name}");
                 }
-                if output.span.start != other.span.start || output.elem != other.elem {
+                if output.span != (Span { operand, ..other.span }) || output.elem != other.elem {
                     contract!("{operand}: overlaps {name} without being the same tensor");
                 }
             }
@@ -212,7 +248,13 @@ impl<'a> Contract<'a> {
                 contract!("{}: overlaps {}", output.span.operand, read.operand);
             }
         }
-        Ok(Checked(()))
+        Ok(Checked(self))
+    }
+
+    /// Everything that the call reads and writes, apart from memory that was allocated for it.
+    fn uses(&self) -> Vec<Use> {
+        let operands = self.accesses.iter().map(|a| Use { span: a.span, written: a.written_over.is_some() });
+        operands.chain(self.layer.iter().map(|&span| Use { span, written: false })).collect()
     }
 
     fn bind(&mut self, name: &'static str, value: i64, source: &'static str) {
@@ -276,9 +318,10 @@ impl<'a> Contract<'a> {
         }
         if !t.contiguous() {
             contract!(
-                "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {operand}.contiguous()",
+                "{operand}: is not contiguous (shape {:?}, strides {:?}); pass {}",
                 t.shape(),
-                t.strides()
+                t.strides(),
+                copy_of(operand, t, "contiguous", "copy")
             );
         }
         Ok(())

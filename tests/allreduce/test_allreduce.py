@@ -300,6 +300,34 @@ def test_several_workspaces_and_subgroups(four: Crew, rng: torch.Generator) -> N
     assert four.run(many_workspaces, seed_of(rng)) == [[]] * 4
 
 
+def test_rows_of_experts_are_not_written_over() -> None:
+    """A rank may read a row of the MoE patterns' input for another row of the output, so no output may be the input."""
+    tokens, hidden = 3, 16
+    sizes = {"max_token_num": tokens, "hidden_dim": hidden, "dtype": torch.float32}
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        world_size=1, rank=0, exchange=lambda data: [data], device="cpu", **sizes
+    )
+    rows = torch.arange(tokens * hidden, dtype=torch.float32).view(tokens, hidden)
+    operands = {
+        "workspace": workspace,
+        "pattern": Pattern.kMoEFinalizeARResidualRMSNorm,
+        "input": rows,
+        "residual_in": torch.ones(tokens, hidden),
+        "rms_gamma": torch.ones(hidden),
+        "expanded_idx_to_permuted_idx": torch.tensor([[2], [0], [1]], dtype=torch.int32),
+    }
+    before = rows.clone()
+    try:
+        with pytest.raises(ValueError, match="norm_out: overlaps input"):
+            oxmoe.allreduce_fusion(norm_out=rows, **operands)
+        assert torch.equal(rows, before)
+        right = oxmoe.allreduce_fusion(norm_out=torch.empty_like(rows), **operands)
+        residual = operands["residual_in"].clone()
+        assert same_bits(oxmoe.allreduce_fusion(norm_out=residual, **{**operands, "residual_in": residual}), right)
+    finally:
+        workspace.destroy()
+
+
 def test_a_callable_without_a_signature_takes_nothing() -> None:
     assert takes(oxmoe.allreduce_fusion, "residual_in", "fp32_acc") and takes(lambda **options: None, "anything")
     assert not takes(oxmoe.allreduce_fusion, "residual_in", "nothing")

@@ -38,7 +38,7 @@ PYTHON_ROOMS: Rooms = (
     ("oxmoe.__main__",),
 )
 RUST_ROOMS: Rooms = (
-    ("error", "platform"),
+    ("error", "float_mode", "platform"),
     ("dlpack", "fork", "parallel", "params", "python", "sizes", "workspace"),
     ("device", "tensor", "tma"),
     ("variants",),

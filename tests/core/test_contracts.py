@@ -181,6 +181,24 @@ def test_overlaps(right: Call) -> None:
         right.refuse(ValueError, r"overlap", x=x_inside, workspace=room[:size])
 
 
+def test_an_output_over_x_is_x(right: Call) -> None:
+    """A larger output that begins where x does is not x itself: a GPU writes rows of it before it has read all of x."""
+    x = right.options["x"]
+    slots = torch.zeros((TOKENS, TOP_K, HIDDEN), dtype=x.dtype, device=x.device)
+    inside = slots.view(-1, HIDDEN)[:TOKENS]
+    inside.copy_(x)
+    workspace = None
+    right.refuse(
+        ValueError,
+        r"^out: overlaps x without being the same",
+        x=inside,
+        out=slots,
+        no_combine=True,
+        workspace=workspace,
+    )
+    assert torch.equal(inside, x)
+
+
 def test_routing_is_given_once(right: Call, device: str) -> None:
     logits = torch.zeros((TOKENS, EXPERTS), device=device)
     right.refuse(ValueError, r"router_logits", router_logits=logits, top_k=TOP_K)
@@ -353,8 +371,11 @@ def test_numpy_keeps_the_same_contract() -> None:
         oxmoe.moe(np.zeros((3, 5), np.float32), weights, gates, ids)
     with pytest.raises(ValueError, match=r"^x: expected dtype float32, got float16"):
         oxmoe.moe(np.zeros((3, 4), np.float16), weights, gates, ids)
-    with pytest.raises(ValueError, match=r"^x: .*contiguous"):
+    with pytest.raises(ValueError, match=r"^x: is not contiguous .*; pass x\.copy\(\)$"):
         oxmoe.moe(np.zeros((4, 3), np.float32).T, weights, gates, ids)
+    unaligned = np.zeros(3 * 4 * 4 + 1, np.uint8)[1:].view(np.float32).reshape(3, 4)
+    with pytest.raises(ValueError, match=r"^x: must be aligned to 4 bytes, .*; pass x\.copy\(\)$"):
+        oxmoe.moe(unaligned, weights, gates, ids)
 
 
 @pytest.mark.parametrize("name", [name for name in oxmoe.__all__ if callable(getattr(oxmoe, name))])

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,6 +129,19 @@ with Mode():
     outer = oxmoe.topk(torch.eye(4, 16), 2)[1].tolist()
 """,
 }
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), MemoryError("full")], ids=repr)
+def test_an_interrupt_stays_one(error: BaseException) -> None:
+    """What a producer raises is a fault of the operand, unless it is none of the operand's."""
+
+    class Producer:
+        def __dlpack__(self, **options: Any) -> Any:
+            raise error
+
+    with pytest.raises(type(error)) as raised:
+        extension.topk(Producer(), 2)  # type: ignore[arg-type]
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("name", FIRST_CALLS)

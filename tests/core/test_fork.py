@@ -71,12 +71,20 @@ assert len(loaded) == 8 and all(same([row], expected[:1]) for row in loaded)
 THREADS = """
 import threading
 
-def repeat():
+routing = oxmoe.topk(logits, 2)
+workspaces = [torch.empty(oxmoe.workspace_bytes(weights, 64, 2), dtype=torch.uint8) for _ in range(2)]
+
+def in_workspace(i):
+    return oxmoe.moe(x, weights, *routing, workspace=workspaces[i])
+
+def repeat(i):
     while not done:
         results()
+        in_workspace(i)
 
+# A child has memory of its own, so no call of the parent disturbs it.
 done = False
-busy = [threading.Thread(target=repeat) for _ in range(2)]
+busy = [threading.Thread(target=repeat, args=(i,)) for i in range(2)]
 for thread in busy:
     thread.start()
 signal.alarm(60)
@@ -84,7 +92,7 @@ for _ in range(10):
     number = os.fork()
     if number == 0:
         signal.alarm(20)
-        os._exit(0 if same(results(), expected) else 3)
+        os._exit(0 if same([*results(), in_workspace(0), in_workspace(1)], expected + expected[:1] * 2) else 3)
     assert os.waitpid(number, 0)[1] == 0
 done = True
 for thread in busy:

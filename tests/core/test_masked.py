@@ -431,6 +431,11 @@ def test_what_is_refused(rng: torch.Generator) -> None:
         (ValueError, "expected_m", lambda: oxmoe.moe_contiguous(x[0], weights, counts, expected_m=-1)),
         (
             ValueError,
+            "alignment: is an option of counts, but m_indices were given, got 4",
+            lambda: oxmoe.moe_contiguous(x[0], weights, m_indices=counts[:4], alignment=4),
+        ),
+        (
+            ValueError,
             "workspace: expected at least",
             lambda: oxmoe.moe_contiguous(x[0], weights, counts, workspace=make_workspace(64, "cpu")),
         ),
@@ -542,3 +547,26 @@ def test_replays(device: str, format: str, expected_m: int, rng: torch.Generator
         valid = torch.arange(m, device="cuda")[None, :] < mask[:, None]
         wrong += ((out != wanted[replay % 21]).any(-1) & valid).sum() + ((out != 7.0).any(-1) & ~valid).sum()
     assert int(wrong) == 0
+
+
+def test_packed_scales_are_those_of_moe(rng: torch.Generator) -> None:
+    """Every byte stands for the same number, the least and NaN included, and other numbers of words are refused."""
+    hidden, intermediate = 640, 128
+    tables = torch.full((2, 2, 5), 2.0**100), torch.full((2, 5, 1), 2.0**20)
+    codes = torch.ones((2, 256, hidden)).to(torch.float8_e4m3fn), torch.ones((2, hidden, 128)).to(torch.float8_e4m3fn)
+    weights = oxmoe.ExpertWeights.fp8_block(*codes, *tables)
+    assert weights.intermediate_size == intermediate
+    x = torch.ones((2, 1, hidden)).to(torch.float8_e4m3fn)
+    ones, ids = torch.ones((2, 1)), torch.arange(2, dtype=torch.int32)[:, None]
+    counts = torch.ones(2, dtype=torch.int32)
+    for byte in (0, 1, 20, 255):
+        scales = torch.full((2, 1, 8), byte, dtype=torch.uint8).view(torch.int32)
+        expected = oxmoe.moe(x[:, 0], weights, ones, ids, x_scale=scales[:, 0])
+        assert bool((expected != 0).all()), f"byte {byte} shows nothing"
+        assert same_bits(oxmoe.moe_masked(x, weights, counts, x_scale=scales)[:, 0], expected)
+        in_order = oxmoe.moe_contiguous(x[:, 0], weights, counts, x_scale=scales[:, 0].contiguous())
+        assert same_bits(in_order, expected)
+    for words in (1, 3):
+        scales = torch.full((2, 1, words), 0x7F7F7F7F, dtype=torch.int32)
+        with pytest.raises(ValueError, match=rf"x_scale: expected int32 \[2, 1, 2\] .* got shape \[2, 1, {words}\]"):
+            oxmoe.moe_masked(x, weights, counts, x_scale=scales)

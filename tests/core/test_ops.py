@@ -278,3 +278,28 @@ def test_fp8_compiled(name: str, device: str, rng: torch.Generator) -> None:
 
     expected = program(x, codes)
     assert same_bits(torch.compile(program, fullgraph=True, backend="aot_eager")(x, codes), expected)
+
+
+def test_options_of_logits_beside_ids(operands: dict[str, Any]) -> None:
+    """Traced calls and operators refuse options that they would not read, as eager calls do."""
+    layer, routing = operands["layer"], (operands["topk_weights"], operands["topk_ids"])
+    plain = (operands["x"], layer.w13, layer.w2, *routing)
+    for options in (
+        {"top_k": 2},
+        {"scoring_func": "sigmoid"},
+        {"renormalize": False},
+        {"num_expert_group": 2},
+        {"correction_bias": operands["logits"][0].contiguous()},
+        {"router_logits": operands["logits"], "top_k": 2},
+    ):
+        calls: list[Callable[[], Tensor]] = [
+            lambda options=options: oxmoe.moe(operands["x"], operands["weights"], *routing, **options),
+            lambda options=options: ops.moe(*plain, **options),
+            lambda options=options: ops.moe.out(*plain, out=torch.empty_like(operands["x"]), **options),
+            lambda options=options: torch.compile(
+                lambda x: oxmoe.moe(x, operands["weights"], *routing, **options), backend="eager", fullgraph=True
+            )(operands["x"]),
+        ]
+        for call in calls:
+            with pytest.raises(ValueError, match="router_logits"):
+                call()

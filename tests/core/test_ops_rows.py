@@ -126,6 +126,19 @@ def test_mxfp8_layer(rng: torch.Generator) -> None:
     assert same_bits(compiled(lambda x: oxmoe.moe(x, weights, *routing), x), expected)
 
 
+def test_padded_mxfp8_layer(rng: torch.Generator) -> None:
+    """Compiled calls know the hidden_size of padded experts."""
+    layer = make_mxfp8(Shape("padded", 4, 2, 96, 32), "cpu", rng)
+    weights = oxmoe.ExpertWeights.mxfp8(layer.w13, layer.w2, layer.w13_scale, layer.w2_scale, hidden_size=64)
+    x, counts = torch.randn((4, 3, 64), generator=rng).bfloat16(), torch.tensor([3, 0, 1, 3], dtype=torch.int32)
+    routing = make_routing("uniform", 12, 4, 2, rng)
+    for program, given in (
+        (lambda x: oxmoe.moe(x, weights, *routing), (x.flatten(0, 1),)),
+        (lambda x, counts: oxmoe.moe_masked(x, weights, counts, out=torch.zeros_like(x)), (x, counts)),
+    ):
+        assert same_bits(compiled(program, *given), program(*given))
+
+
 @pytest.mark.parametrize("quantised", [False, True])
 def test_cutedsl(quantised: bool, rng: torch.Generator) -> None:
     """NVFP4 experts are made of tensors, on CPUs."""

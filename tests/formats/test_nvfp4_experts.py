@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -104,6 +105,22 @@ def test_scales_that_fit_both_layouts(rng: torch.Generator) -> None:
     assert tiles[0].shape == layer.w13_scale.shape
     assert same_bits(top_one(x, swizzled.weights(scale_layout="swizzled"), experts), expected)
     assert not same_bits(top_one(x, swizzled.weights(), experts), expected)
+
+
+def test_numpy_has_views_of_tiles_too(rng: torch.Generator) -> None:
+    shape = Shape("numpy", 3, 1, 64, 64)
+    layer = make(shape, rng)
+    swizzled = [nvfp4.swizzle_blockscale(scale.view(E4M3)) for scale in (layer.w13_scale, layer.w2_scale)]
+    tiles = [
+        nvfp4.convert_sf_to_mma_layout(s.view(torch.uint8), r, 64, 3) for s, r in zip(swizzled, (128, 64), strict=True)
+    ]
+    given = {"w13_global_scale": 0.01, "w2_global_scale": 0.02, "dtype": "f32"}
+    experts, x = torch.tensor([2, 0, 1]), torch.randn((3, 64), generator=rng)
+    of_torch = oxmoe.ExpertWeights.nvfp4(layer.w13, layer.w2, *tiles, **given)
+    arrays = [t.view(torch.uint8).numpy() for t in (layer.w13, layer.w2, *tiles)]
+    of_numpy = oxmoe.ExpertWeights.nvfp4(*arrays, **given)  # type: ignore[arg-type]
+    result = oxmoe.moe(x.numpy(), of_numpy, np.ones((3, 1), np.float32), experts[:, None].numpy())  # type: ignore[arg-type]
+    assert same_bits(torch.from_numpy(result), top_one(x, of_torch, experts))
 
 
 def test_global_scales(rng: torch.Generator) -> None:

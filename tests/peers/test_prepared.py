@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 import oxmoe
 from mxfp4_blocks import Blocks, inputs
-from oxmoe.peers.kept import number
+from oxmoe.peers.kept import Cache, number
 from oxmoe.testing import assert_close_ulp
 from test_peer_calls import fused
 
@@ -38,6 +40,31 @@ def test_a_number_that_all_experts_share_is_one() -> None:
     # A shape other than [El] is the caller's error, which ExpertWeights names.
     square = torch.ones(2, 2)
     assert number(square) is square
+
+
+def test_threads_add_to_a_cache_at_the_same_time() -> None:
+    cache, errors = Cache(), list[Exception]()
+
+    def add() -> None:
+        try:
+            for _ in range(200):
+                tensors = [torch.zeros(1) for _ in range(5)]
+                for tensor in tensors:
+                    assert cache.get([tensor], [None], (), lambda tensor=tensor: tensor.data_ptr()) == tensor.data_ptr()
+        except Exception as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=add) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not errors
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

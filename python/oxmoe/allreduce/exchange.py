@@ -153,7 +153,7 @@ class GroupLink:
 
     def headers(self, end: float, size: int, stale: Callable[[bytes], bool]) -> list[bytes]:
         results = {self.rank: self._mine}
-        pending = {peer: self._torch.empty(size, dtype=self._torch.uint8) for peer in self._peers()}
+        pending = {peer: self._torch.empty(size, dtype=self._torch.uint8, device="cpu") for peer in self._peers()}
         works = {peer: self._receive(peer, tensor) for peer, tensor in pending.items()}
         for peer, tensor in pending.items():
             self._wait(peer, works[peer], end)
@@ -192,7 +192,7 @@ class GroupLink:
         self._tag = 0x10000 + int.from_bytes(bytes(tensor.tolist()), "little") % 0x3FFF0000
 
     def reserve(self, size: int) -> None:
-        self._buffers = self._torch.empty((self.size - 1, size), dtype=self._torch.uint8)
+        self._buffers = self._torch.empty((self.size - 1, size), dtype=self._torch.uint8, device="cpu")
 
     def drain(self, end: float) -> None:
         sent, self._sent = self._sent, []

@@ -128,8 +128,8 @@ def allreduce_fusion(
     s = T(sum of input over ranks, in rank order in fp32); output = s. r = T(s + residual_in) = residual_out;
     norm_out = T(r / sqrt(mean(r^2) + rms_eps) * (weight_bias + rms_gamma)), in fp32, T the dtype of input (bf16, f16,
     fp32). input, residual_in and [T, H] outputs are contiguous; H is a multiple of 16 bytes; rms_gamma [H].
-    An output may be input or residual_in itself. Otherwise no two tensors may overlap. quant_out is made from
-    norm_out:
+    An output may be residual_in itself, and input itself except in the MoE patterns. Otherwise no two tensors may
+    overlap. quant_out is made from norm_out:
 
     - FP8: e4m3 [T, H], saturating, norm x (1 / scale_factor).
     - FP4: NVFP4, e2m1 pairs uint8 [T, H / 2], low nibble first, and one e4m3 scale per 16 values,

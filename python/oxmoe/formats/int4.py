@@ -370,7 +370,7 @@ def _draw(experts: int, rows: int, columns: int, device: str, *, group: int, has
     groups, zeros = columns // min(group, columns), None
     if has_zeros:
         zeros = torch.randint(6, 11, (experts, rows, groups), dtype=torch.uint8, device=device)
-    scales = torch.rand((experts, rows, groups), device=device).add_(0.5).div_(4.6 * columns**0.5)
+    scales = torch.rand((experts, rows, groups), dtype=torch.float32, device=device).add_(0.5).div_(4.6 * columns**0.5)
     return Experts(codes, scales.bfloat16(), zeros)
 
 

@@ -199,7 +199,7 @@ def fp4_quantize(
         if global_scale.numel() != 1:
             raise ValueError(f"global_scale: expected one number, got {global_scale.numel()}")
     if input.dtype == torch.float8_e4m3fn:
-        scale = torch.ones((), device=input.device) if global_scale is None else global_scale
+        scale = torch.ones((), dtype=torch.float32, device=input.device) if global_scale is None else global_scale
         input = (input.float() * (6 * scale if is_global_scale_inversed else 6 / scale)).half()
     layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     codes, scales = quantize_nvfp4(

@@ -462,7 +462,7 @@ def _per_tensor(
     options = {"activation_type": activation_of(activation_type), "gemm1_clamp_limit": gemm1_clamp_limit}
     routing = {**routing, "apply_router_weight_on_input": bool(use_routing_scales_on_input)}
     # The scale of x is a part of output1_scales_gate_scalar.
-    one = torch.ones(1, device=hidden_states.device)
+    one = torch.ones(1, dtype=torch.float32, device=hidden_states.device)
     return layer(
         function, routing, hidden_states, one, weights, prepare_trtllm_fp8_per_tensor_scale_moe, owners, options,
         experts=experts, refused=refused, output=output,

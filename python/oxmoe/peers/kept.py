@@ -95,7 +95,9 @@ class Cache:
                 "weights: made at the first call with them, which a CUDA graph cannot capture; call once before, or "
                 "prepare the weights and pass weights="
             )
-        gone = [old for old, entry in self._entries.items() if any(owner.expired() for owner in entry.owners)]
+        # Another thread may add an entry meanwhile, so a copy is looked through.
+        entries = self._entries.copy()
+        gone = [old for old, entry in entries.items() if any(owner.expired() for owner in entry.owners)]
         for old in [*gone, key]:
             self._entries.pop(old, None)
 

@@ -79,5 +79,5 @@ def slots_of(histogram: Tensor, slot_of_place: Tensor, gates: Tensor, top_k: int
     # Places without a slot write to an element behind the end.
     index = torch.where(slot_of_place < 0, slots, slot_of_place).long()
     ids = experts.new_full((slots + 1,), -1).index_copy_(0, index, experts)
-    weights = torch.zeros(slots + 1, device=gates.device).index_copy_(0, index, gates.float())
+    weights = torch.zeros(slots + 1, dtype=torch.float32, device=gates.device).index_copy_(0, index, gates.float())
     return weights[:slots].view(-1, top_k), ids[:slots].view(-1, top_k)

@@ -15,7 +15,7 @@ use crate::quant::arguments::w13_layout;
 use crate::quant::blocks::Blocks;
 use crate::quant::nvfp4::{ScaleLayout, BLOCK, BLOCKS};
 use crate::quant::{self, Format, Weights};
-use crate::tensor::{self, Contract, Dim, Elem, Place, View};
+use crate::tensor::{self, Contract, Dim, Elem, Origin, Place, View};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
@@ -152,9 +152,11 @@ fn scales<'py>(
     (rows, blocks): (i64, i64),
     given: Option<&str>,
 ) -> Result<(Bound<'py, PyAny>, ScaleLayout)> {
-    let shape = tensor::describe(operand, object)?.shape().to_vec();
+    let view = tensor::describe(operand, object)?;
+    let shape = view.shape().to_vec();
     if let [32, 4, _, 4, _, _] = shape[..] {
-        let tiles = object.call_method1("permute", (5, 2, 4, 0, 1, 3))?.call_method0("contiguous")?;
+        let (turn, copy) = if view.origin == Origin::Other { ("transpose", "copy") } else { ("permute", "contiguous") };
+        let tiles = object.call_method1(turn, ((5, 2, 4, 0, 1, 3),))?.call_method0(copy)?;
         return Ok((tiles, ScaleLayout::Swizzled128x4));
     }
     let layout = match given {
