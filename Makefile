@@ -12,6 +12,10 @@ OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
 SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
 # Differences of releases, for those between the oldest and the newest.
 RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_v4_model.py handover.py int4.py loading.py modelopt.py)
+# The torch of `make torch-test`. If it is empty, it is the oldest one that oxmoe takes, which pyproject.toml names.
+TORCH ?=
+OTHER_TORCH = $(or $(TORCH),$(shell sed -n 's/^test = .*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml))
+TORCH_VENV = $(CURDIR)/.venv-torch-$(OTHER_TORCH)
 # Peers whose code the tests of layouts read, in a folder of their own, too.
 PEERS := tests/requirements-peers.txt
 CUDA_SOURCES = $(shell git ls-files 'csrc/*.cuh' 'csrc/*.cu' 'tests/*.c' 'tests/*.h')
@@ -39,7 +43,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(PYTHON) LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test old-sglang-test server-test core-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test old-sglang-test server-test core-test torch-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -53,7 +57,7 @@ $(VENV)/.pip:
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	touch $@
 
-$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-sglang.txt | $(VENV)/.pip
+$(VENV)/.made: tests/requirements.txt tests/requirements-lint.txt tests/requirements-pytest.txt tests/requirements-sglang.txt | $(VENV)/.pip
 	PIP_NO_COMPILE=0 $(BIN)/python -m pip install --quiet -r tests/requirements.txt
 	$(BIN)/python -m pip install --quiet --no-deps -r tests/requirements-sglang.txt
 	touch $@
@@ -129,6 +133,18 @@ SGLANG ?=
 sglang-test: install $(SGLANG:%=$(VENV)/sglang-%/.made) ## SGLang's tests with one release; SGLANG=0.5.18, empty for the newest
 	PYTHONPATH=$(SGLANG:%=$(VENV)/sglang-%) $(PYTEST) $(SGLANG_TESTS)
 
+# SGLang is not installed beside another torch, because each of its releases pins one.
+$(TORCH_VENV)/.made: tests/requirements-pytest.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(TORCH_VENV)/bin/python -m pip install --quiet -r $< torch==$(OTHER_TORCH)
+	touch $@
+
+torch-test: BIN = $(TORCH_VENV)/bin
+torch-test: $(TORCH_VENV)/.made $(if $(WHEEL),,built) ## Python tests without SGLang, with another torch; TORCH=2.10.0, empty for the oldest
+	$(BIN)/python -m pip install --quiet --no-deps --force-reinstall $(or $(WHEEL),$(WHEELS)/*.whl)
+	$(PYTEST) --ignore tests/sglang
+
 # The wheel's files name neither folders of this machine nor the time, except in the bill of materials that maturin adds.
 wheel: ## abi3 wheel in .wheel/, with the same module from the same commit
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) \
@@ -199,4 +215,4 @@ mutants-rust: python-names ## the same of Rust, with cargo-mutants (cargo instal
 
 clean: ## remove every build result and environment
 	cargo clean
-	rm -rf $(VENV) $(LINT) $(DEMO) $(DOCS) .wheel .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(LINT) $(DEMO) $(DOCS) .venv-torch-* .wheel .pytest_cache .ruff_cache .mypy_cache

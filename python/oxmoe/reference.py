@@ -112,7 +112,10 @@ def _scaled_product(
     """Multiplies rows with e4m3 weights. fp8_block weights have fp32 scales and multiply the rows `index` of
     `quantised`; MXFP8 weights have E8M0 scales and multiply `rows`."""
     if quantised is not None:
-        return fp8_product((quantised[0][index], quantised[1][index]), weights, scales)
+        codes, scale = quantised
+        # NOTE: torch 2.9 takes single rows of bytes on CPUs, but not of e4m3.
+        taken = codes.view(torch.uint8)[index].view(codes.dtype)
+        return fp8_product((taken, scale[index]), weights, scales)
     return _product(mxfp8_rows(rows), mxfp8_weights(weights, scales, rows.dtype), fp32_sums, None)
 
 

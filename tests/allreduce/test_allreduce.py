@@ -160,10 +160,11 @@ def strange_values(me: Rank, seed: int, dtype: torch.dtype) -> tuple[list[str], 
             **extra,
         )
         wrong += [] if same_bits(residual, expected) else ["residual_out"]
-    rows = [1, 3, 4]
+    rows = torch.tensor([1, 3, 4])
     wrong += [
         check_norm(norm[rows], residual[rows], gamma, 1e-6, 0.0),
-        *check_quant("fp8", norm[rows], {"quant_out": extra["quant_out"][rows]}),
+        # torch 2.9 has no index of e4m3 by a tensor on CPUs.
+        *check_quant("fp8", norm[rows], {"quant_out": extra["quant_out"].index_select(0, rows)}),
     ]
     # NaN stays NaN, in its own place, also in 8 bits.
     if not bool(extra["quant_out"][2].float().isnan().all()) or not bool(norm[5].float().isnan()[9]):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 import types
 import unicodedata
@@ -150,6 +153,28 @@ def test_floors() -> None:
         f"Rust {rust[0]} or "
     )
     assert f"manylinux_{glibc[0]}" in needed["system"]
+
+
+def test_the_floor_of_torch() -> None:
+    """pyproject.toml has it. Pages name the same, and `make torch-test` of the workflow runs the tests with it."""
+    floors = set(re.findall(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
+    assert len(floors) == 1
+    floor = floors.pop()
+    for page, begin in (("policy.md", f"{floor}. "), ("start.md", f"{floor} or newer. ")):
+        assert {cells[0]: cells[1] for cells in rows(DOCS / page)}["torch"].startswith(begin)
+    named = [name for page in PAGES for name in re.findall(r"torch (\d+\.\d+) or newer", page.read_text("utf-8"))]
+    assert named and set(named) == {floor}
+
+    workflow = (ROOT / ".github" / "workflows" / "build.yml").read_text(encoding="utf-8")
+    assert re.search(r"^ +- \{ part: \w+, targets: torch-test, ", workflow, re.M) and "TORCH" not in workflow
+    if make := shutil.which("make"):
+        # This test itself may run in `make torch-test` with another torch.
+        env = {name: value for name, value in os.environ.items() if name != "TORCH" and not name.startswith("MAKE")}
+        command = [make, "--dry-run", "--always-make", "torch-test"]
+        for given, used in (((), floor), (("TORCH=",), floor), (("TORCH=99.1.0",), "99.1.0")):
+            done = subprocess.run([*command, *given], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert re.findall(r"\btorch==(\S*)", done.stdout) == [used]
 
 
 def test_the_image_is_of_the_newest_sglang() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import ACTIVATIONS, GPT_OSS, Shape, make_layer, make_workspace
-from fp8_cases import make_fp8, make_fp8_tensor
+from fp8_cases import chosen, make_fp8, make_fp8_tensor
 from host_cta import HostCtas
 from mxfp4_cases import make_blocks
 from mxfp8_cases import make_mxfp8
@@ -213,7 +213,8 @@ def test_quantised_x_of_one_scale_a_matrix(device: str, format: str, m: int, rng
     valid = torch.arange(m, device=device)[None, :] < counts[:, None]
     codes, scales = quantize.per_token_group_quant_fp8(x, 128)
     owners = torch.arange(shape.experts, device=device)[:, None].expand(-1, m)[valid][:, None].int()
-    expected = oxmoe.moe(codes[valid], weights, torch.ones(owners.shape, device=device), owners, x_scale=scales[valid])
+    ones = torch.ones(owners.shape, device=device)
+    expected = oxmoe.moe(chosen(codes, valid), weights, ones, owners, x_scale=scales[valid])
     for expected_m in (1, 20, 100):
         got = oxmoe.moe_masked(codes, weights, counts, x_scale=scales, expected_m=expected_m)
         assert same_bits(got[valid], expected)
@@ -401,7 +402,8 @@ def test_quantised_rows_with_their_experts(device: str, form: str, rng: torch.Ge
     order = torch.randperm(len(owner), generator=rng)
     there = order.to(device)
     mixed_scales = scales[there] if form == "rows" else scales[there].T.contiguous().T
-    mixed = oxmoe.moe_contiguous(codes[there], weights, m_indices=owner[order].int().to(device), x_scale=mixed_scales)
+    owners = owner[order].int().to(device)
+    mixed = oxmoe.moe_contiguous(chosen(codes, there), weights, m_indices=owners, x_scale=mixed_scales)
     assert same_bits(mixed, wanted[there])
 
 

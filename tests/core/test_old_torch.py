@@ -1,17 +1,22 @@
-"""torch before 2.10, whose DLPack has no exchange table and refuses floats of eight bits: results have the same bits.
+"""torch before 2.10: results have the same bits.
 
-torch 2.9 itself is not installed for these tests. A process takes the table away from the torch that is, and lets its
-function for capsules refuse what that of 2.9 refuses.
+Its DLPack has no exchange table and refuses floats of eight bits. On CPUs it cannot index these by a tensor.
+
+`make torch-test` runs all tests on torch 2.9 itself. Here a newer torch refuses what 2.9 refuses: a process takes the
+table away from it, and lets its function for capsules refuse such floats.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import forked
+from oxmoe import reference
 from oxmoe.testing import same_bits
 
 FOLDER = Path(__file__).parent
@@ -32,7 +37,8 @@ def refusing(tensor, *args, **named):
     return export(tensor, *args, **named)
 
 if old:
-    del torch.Tensor.__dlpack_c_exchange_api__
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        del torch.Tensor.__dlpack_c_exchange_api__
     torch._C._to_dlpack_versioned = refusing
 
 import oxmoe
@@ -92,3 +98,31 @@ def test_results_have_the_same_bits(both: dict[str, tuple[dict, int]]) -> None:
             assert old[name] == result and "float8_e5m2" in result
         else:
             assert result.count_nonzero() > 0 and same_bits(old[name], result), name
+
+
+class _OldIndex(TorchDispatchMode):
+    """Refuses to index floats of eight bits by a tensor."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index.Tensor and "float8" in str(args[0].dtype):
+            raise NotImplementedError(f'"index_cpu" not implemented for {args[0].dtype}')
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_reference_indexes_no_floats_of_eight_bits(rng: torch.Generator) -> None:
+    tokens, experts, hidden, intermediate = 7, 3, 256, 128
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng)
+
+    x, ids = draw(tokens, hidden).bfloat16(), torch.randint(-1, experts, (tokens, 2), generator=rng)
+    w13 = draw(experts, 2 * intermediate, hidden).to(torch.float8_e4m3fn)
+    w2 = draw(experts, hidden, intermediate).to(torch.float8_e4m3fn)
+    scales = {"w13_scale": draw(experts, 2, 2).abs() / 16, "w2_scale": draw(experts, 2, 1).abs() / 16}
+    factors = draw(tokens, 2)
+    expected = reference.moe(x, w13, w2, factors, ids, **scales)
+    with _OldIndex():
+        with pytest.raises(NotImplementedError, match="index_cpu"):
+            w13[0][ids[0].abs()]
+        result = reference.moe(x, w13, w2, factors, ids, **scales)
+    assert expected.count_nonzero() > 0 and same_bits(result, expected)

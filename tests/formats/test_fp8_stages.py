@@ -19,7 +19,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import ACTIVATIONS, PATTERNS, Shape, make_routing, make_workspace
-from fp8_cases import MODELS, MODES, SHAPES, Fp8, Fp8Tensor, make_fp8, make_fp8_tensor
+from fp8_cases import MODELS, MODES, SHAPES, Fp8, Fp8Tensor, chosen, make_fp8, make_fp8_tensor
 from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits, ulp
 
@@ -113,7 +113,8 @@ def check_steps(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, i
     for expert, slots in enumerate(steps.slots):
         token, places = slots // ids.shape[1], slice(first, first + len(slots))
         first = places.stop
-        sums = reference.fp8_product((steps.x[0][token], steps.x[1][token]), layer.w13[expert], w13_scale[expert])
+        taken = chosen(steps.x[0], token), steps.x[1][token]
+        sums = reference.fp8_product(taken, layer.w13[expert], w13_scale[expert])
         if layer.b13 is not None:
             sums = sums + layer.b13[expert].float()
         acts.append(reference.activate(sums, **dict(shape.options)).bfloat16())

@@ -128,7 +128,8 @@ def test_mono_moe(tokens: int, rng: torch.Generator, tmp_path: Path) -> None:
     gates = top.values / top.values.sum(-1, keepdim=True)
     chosen = top.indices.unique()
     numbers = [
-        codes[chosen].double() * scale[chosen].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2).double()
+        codes.index_select(0, chosen).double()
+        * scale[chosen].repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2).double()
         for codes, scale in ((w13.roll(width, 1), s13.roll(width // BLOCK, 1)), (w2, s2))
     ]
     no_further(ours, theirs, exact(x, numbers, torch.searchsorted(chosen, top.indices), gates), 6e-2)

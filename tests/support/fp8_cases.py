@@ -90,6 +90,11 @@ class Fp8(Quantised):
         return oxmoe.ExpertWeights.fp8_block(*self.operands, **{**self.options, **options})
 
 
+def chosen(codes: Tensor, index: Tensor) -> Tensor:
+    """Returns rows of e4m3 codes. torch 2.9 has no index of these by a tensor on CPUs, but one of their bytes."""
+    return codes.view(torch.uint8)[index].view(codes.dtype)
+
+
 def quantize_blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Returns e4m3 [E, N, K] and fp32 scales [E, N / 128, K / 128]."""
     experts, rows, columns = weights.shape
