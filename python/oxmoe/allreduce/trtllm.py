@@ -1,6 +1,6 @@
 """flashinfer's older names of the all-reduce. They call the new ones.
 
-Source: flashinfer/comm/trtllm_ar.py and allreduce.py of 0.6.11 and 0.7.2.
+Source: flashinfer/comm/trtllm_ar.py and allreduce.py of 0.6.11, 0.7.2 and 0.7.4.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _FP4 = (
     *(Pattern.kARResidualRMSNormFP4Quant, Pattern.kARResidualRMSNormOutFP4Quant),
     *(Pattern.kMoEReductionARResidualRMSNorm, Pattern.kMoEFinalizeARResidualRMSNorm),
 )
+_MXFP8 = (Pattern.kARResidualRMSNormMXFP8Quant, Pattern.kARResidualRMSNormOutMXFP8Quant)
 _WITHOUT_NORM = (
-    *(Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormFP4Quant),
+    *(Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormFP4Quant, Pattern.kARResidualRMSNormMXFP8Quant),
     *(Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant, Pattern.kARResidualRMSNormDynamicFP8Quant),
 )
 _BLOCK = 16
@@ -147,7 +148,9 @@ def quantised_outputs(
     pattern: int, tokens: int, hidden: int, quant_out: Tensor | None, scale_out: Tensor | None, layout_code: int | None
 ) -> tuple[Any, Any]:
     """Returns quant_out and scale_out in the form that `allreduce_fusion` takes. For FP8 with one scale and NVFP4,
-    flashinfer's callers may give larger memory of any dtype."""
+    flashinfer's callers may give larger memory of any dtype. For MXFP8 quant_out may be flat."""
+    if pattern in _MXFP8:
+        return _rows("quant_out", quant_out, tokens, hidden), scale_out
     if quant_out is None or pattern not in (*_FP8, *_FP4):
         return quant_out, scale_out
     columns = hidden if pattern in _FP8 else hidden // 2

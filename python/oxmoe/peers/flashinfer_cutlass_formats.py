@@ -2,7 +2,7 @@
 scales.
 
 Source: flashinfer/fused_moe/core.py, csrc/fused_moe/cutlass_backend and tests/moe/test_trtllm_cutlass_fused_moe.py of
-0.6.11 and 0.7.2. Rows of fc1 are [up; gate] in every format.
+0.6.11 and 0.7 (to 0.7.4). Rows of fc1 are [up; gate] in every format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oxmoe.peers.kept import number
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWIGLU, SITU = 3, 10  # flashinfer's ActivationType; these numbers mean the same in 0.6.11 and 0.7.2
+SWIGLU, SITU = 3, 10  # flashinfer's ActivationType; these numbers mean the same in 0.6.11 and 0.7
 SERVED = (
     "bf16, f16 and fp32 weights; float8_e4m3fn weights with one scale (4 quant_scales), with "
     "use_deepseek_fp8_block_scale, or with use_mxfp8_act_scaling; MXFP4 weights with use_w4_group_scaling and 16-bit "
@@ -66,7 +66,7 @@ PACKED = ("uint8", "int8", "int64", "int32")
 
 
 def activation_of(activation_type: Any) -> str:
-    """Returns an activation's name. NOTE: it goes by name: flashinfer 0.6.11 and 0.7.2 number all types but Swiglu
+    """Returns an activation's name. NOTE: it goes by name: flashinfer 0.6.11 and 0.7 number all types but Swiglu
     and Situ differently."""
     name = getattr(activation_type, "name", None) or _NUMBERED.get(activation_type, activation_type)
     if name not in ACTIVATIONS:
