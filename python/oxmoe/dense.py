@@ -103,9 +103,9 @@ def mm_mxfp8(
     rounded once. The same input gives the same bits; up to 32 rows of a, a row's do not depend on the others.
 
     backend is one of flashinfer's names and changes nothing. "trtllm", whose b is shuffled, is refused. Nothing in
-    such a tensor shows that it is shuffled, so do not pass one under another name. batch_invariant (flashinfer 0.7.4) is
-    refused: beyond 32 rows the order of a sum depends on their number. Raises ValueError if shapes,
-    dtypes or strides are wrong, and NotImplementedError on GPUs other than sm_90.
+    such a tensor shows that it is shuffled, so do not pass one under another name. batch_invariant (flashinfer 0.7.4)
+    is refused: beyond 32 rows the order of a sum depends on their number. Raises ValueError if shapes, dtypes or
+    strides are wrong, and NotImplementedError on GPUs other than sm_90.
     """
     if backend not in _GEMMS:
         message = f"mm_mxfp8: backend {backend!r}; supported: {', '.join(_GEMMS)}"

@@ -222,8 +222,8 @@ _OF_MXFP8 = (
 
 def _refuse_finalize_fp8() -> None:
     raise NotImplementedError(
-        "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink multicast alone; "
-        "served is kMoEFinalizeARResidualRMSNorm"
+        "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink multicast "
+        "alone; served is kMoEFinalizeARResidualRMSNorm"
     )
 
 

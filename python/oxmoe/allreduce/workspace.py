@@ -359,8 +359,8 @@ def create_allreduce_fusion_workspace(
 
     backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl" and
     "mnnvl-cutedsl". of_multicast: the keyword arguments that flashinfer 0.7.4 has for the last alone, each None.
-    gpus_per_node is not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
-    may have several workspaces if their calls are in the same order too.
+    gpus_per_node is not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same
+    order; a group may have several workspaces if their calls are in the same order too.
     device: "cuda" (torch's current one), "cuda:<n>" or a torch.device: memory on that GPU, which all ranks map, for
     CUDA tensors; 1, 2, 4 or 8 ranks on one host. "cpu": none. By default the current GPU if it and the group are
     served.
