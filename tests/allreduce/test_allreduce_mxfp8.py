@@ -115,6 +115,8 @@ def one_rank_is_wrong(me: Rank) -> list[tuple[str, str]]:
         {"pattern": OUT},
         {"pattern": Pattern.kMoEFinalizeARResidualRMSNormFP8Quant},
         narrow,
+        {"moe_finalize_backend": "cake"},
+        {"moe_finalize_backend": "mnnvl"},
         {},
     ):  # fmt: skip
         given = {"input": x, "workspace": workspace, "pattern": PLAIN, **right} | (changed if me.rank else {})
@@ -135,6 +137,8 @@ def test_a_refusal_keeps_nobody_waiting(two: Crew) -> None:
         ("ValueError", "norm_out: pattern kARResidualRMSNormOutMXFP8Quant needs it, got None"),
         ("NotImplementedError", "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has"),
         ("ValueError", 'input: dimension 1 "H": expected a multiple of 32 for MXFP8, got 48'),
+        ("NotImplementedError", 'moe_finalize_backend: no kernel for "cake", which flashinfer has for Blackwell'),
+        ("ValueError", "moe_finalize_backend: expected \"trtllm\", got 'mnnvl'"),
     ]
     for found, (kind, text), peer in zip(own, expected, other, strict=False):
         assert found[0] == kind and found[1].startswith(text), found

@@ -196,6 +196,27 @@ def test_activations(name: str, own: dict[str, Any], shuffled: bool, device: str
         oxmoe.trtllm_fp8_block_scale_moe(logits, **blocks)
 
 
+def test_workspace_buffer(device: str, rng: torch.Generator) -> None:
+    """A buffer of the right size is written to; a smaller one is left alone, and the result is the same."""
+    layer = make_mxfp8(SHAPE, device, rng, bias_dtype=torch.float32)
+    x, logits = layer.x(9, rng), tie_free_logits(9, 8, rng).to(device)
+    size = oxmoe.trtllm_fused_moe_workspace_size(9, 256, 128, 8, 3, quant_mode="mxfp8", device=device)
+    assert size == oxmoe.workspace_bytes(layer.weights(), 9, 3)
+    given = {**arguments(layer, x), **as_trtllm(layer), "use_shuffled_weight": True}
+    expected = oxmoe.trtllm_fp8_block_scale_moe(logits, **given)
+    tensors = {part: value for part, value in given.items() if part.startswith("gemm")}
+    how = {"use_shuffled_weight": True, "fp8_quantization_type": MX}
+    made = oxmoe.prepare_trtllm_fp8_block_scale_moe(**tensors, **how)
+    for room, weights in ((size, None), (size, made), (size - 1, None), (size - 1, made)):
+        memory = torch.full((size + 256,), 0x5A, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % 256
+        buffer = memory[start : start + room]
+        result = oxmoe.trtllm_fp8_block_scale_moe(logits, **given, workspace_buffer=buffer, weights=weights)
+        assert same_bits(result, expected) and bool((buffer != 0x5A).any()) == (room == size)
+    with pytest.raises(RuntimeError, match="workspace_buffer: dtype must be int8 or uint8, got float32"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **given, workspace_buffer=torch.zeros(size, device=device))
+
+
 def test_experts_of_two_ranks(device: str, rng: torch.Generator) -> None:
     layer = make_mxfp8(SHAPE, device, rng)
     x, logits = layer.x(30, rng), tie_free_logits(30, SHAPE.experts, rng).to(device)

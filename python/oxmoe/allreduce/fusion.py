@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
 from oxmoe.functions import quantize_mxfp8
@@ -128,6 +128,7 @@ def allreduce_fusion(
     block_quant_group_size: int | None = None,
     weight_bias: float = 0.0,
     *,
+    moe_finalize_backend: str = "trtllm",
     deadline: float | None = None,
 ) -> Tensor:
     """Adds all ranks' rows, with residual add, RMSNorm and quantisation as `pattern` says. The call is collective.
@@ -156,6 +157,7 @@ def allreduce_fusion(
     with all outputs optional (quant_out: NVFP4). kAllReduce without output and kMoEFinalize without norm_out allocate
     it.
 
+    moe_finalize_backend: "trtllm"; flashinfer's "cake" is refused.
     launch_with_pdl, trigger_completion_at_end and use_oneshot do not change the result. Sums are fp32 with any
     fp32_acc. use_oneshot must be the same on all ranks; it matters between 4 or 8 GPUs, if the workspace has room
     for it.
@@ -185,8 +187,18 @@ def allreduce_fusion(
         output = _empty_like(input)
     if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
         norm_out = _empty_like(residual_in)
-    refused = pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant
-    check = _refuse_finalize_fp8 if refused else None if mxfp8 is None else mxfp8.check
+
+    def check() -> None:
+        if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
+            raise NotImplementedError(
+                "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink "
+                "multicast alone; served is kMoEFinalizeARResidualRMSNorm"
+            )
+        if moe_finalize_backend != "trtllm":
+            refuse_backend("moe_finalize_backend", moe_finalize_backend)
+        if mxfp8 is not None:
+            mxfp8.check()
+
     operands = _Operands(
         input=input,
         pattern=int(pattern),
@@ -220,11 +232,12 @@ _OF_MXFP8 = (
 )
 
 
-def _refuse_finalize_fp8() -> None:
-    raise NotImplementedError(
-        "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink multicast "
-        "alone; served is kMoEFinalizeARResidualRMSNorm"
-    )
+def refuse_backend(name: str, backend: str) -> NoReturn:
+    if backend == "cake":
+        raise NotImplementedError(
+            f'{name}: no kernel for "cake", which flashinfer has for Blackwell; served is "trtllm"'
+        )
+    raise ValueError(f'{name}: expected "trtllm", got {backend!r}')
 
 
 class _Mxfp8:

@@ -57,10 +57,11 @@ class CuteDslMoEWrapper:
     num_experts, top_k, hidden_size H and intermediate_size N describe the layer. This rank holds num_local_experts
     (default: all) from local_expert_offset on, and the output is their part of the sum.
 
-    use_cuda_graph: this object owns the output and the workspace, made for max_num_tokens on `device`. So a call
-    allocates nothing, and overwrites the output of the last call (as in flashinfer 0.6.11). More tokens are a
-    ValueError then. With max_num_tokens None (0.7 ignores the number), or without use_cuda_graph, torch's
-    allocator provides both. While a graph is captured, they come from that graph's memory.
+    use_cuda_graph with a max_num_tokens: this object owns the output and the workspace, made for that many tokens on
+    `device`. So a call allocates nothing, and overwrites the output of the last call (as in flashinfer 0.6.11, whose
+    default is 4096). More tokens are a ValueError then. With max_num_tokens None (the default, as in 0.7, which
+    ignores a number), or without use_cuda_graph, torch's allocator provides both. While a graph is captured, they come
+    from that graph's memory.
 
     quant_mode: with "w4a4" ("nvfp4") tokens come as NVFP4, and GEMM1's output is rounded to NVFP4 with
     fc2_input_scale. With "w4a16" tokens have output_dtype, and nothing is rounded. activation_type: Swiglu,
@@ -83,7 +84,7 @@ class CuteDslMoEWrapper:
         hidden_size: int,
         intermediate_size: int,
         use_cuda_graph: bool = False,
-        max_num_tokens: int | None = 4096,
+        max_num_tokens: int | None = None,
         num_local_experts: int | None = None,
         local_expert_offset: int = 0,
         tile_size: int = 128,
