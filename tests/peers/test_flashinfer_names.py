@@ -9,11 +9,13 @@ import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import oxmoe
 from oxmoe.peers import flashinfer_hopper
+from oxmoe.peers.flashinfer_cutlass_formats import NUMBERED, activation_of
 
 # File of flashinfer -> its calls that oxmoe has under the same name.
 CALLS = {
@@ -137,18 +139,32 @@ def test_calls_take_flashinfers_arguments(file: str) -> None:
     assert wrong == []
 
 
-def test_numbers_of_patterns() -> None:
-    (node,) = (
-        node
-        for node in ast.parse((installed() / "comm" / "trtllm_ar.py").read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "AllReduceFusionPattern"
-    )
-    numbers = {
+def members(file: str, name: str) -> dict[str, int]:
+    """Returns the members of an enumeration of the installed release."""
+    body = ast.parse((installed() / file).read_text()).body
+    (node,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    return {
         part.targets[0].id: ast.literal_eval(part.value)  # type: ignore[attr-defined]
         for part in node.body
         if isinstance(part, ast.Assign)
     }
-    assert numbers == {pattern.name: pattern.value for pattern in oxmoe.AllReduceFusionPattern}
+
+
+def test_numbers_of_patterns() -> None:
+    expected = members("comm/trtllm_ar.py", "AllReduceFusionPattern")
+    assert {pattern.name: pattern.value for pattern in oxmoe.AllReduceFusionPattern} == expected
+
+
+def test_numbers_of_activations() -> None:
+    numbers = members("tllm_enums.py", "ActivationType")
+    assert {name: numbers[name] for name in NUMBERED.values()} == {name: number for number, name in NUMBERED.items()}
+    for number, name in NUMBERED.items():
+        assert activation_of(number) == activation_of(SimpleNamespace(name=name)) == name
+    for number in (1, *range(7, 10), 11, 12, 13):
+        with pytest.raises(
+            NotImplementedError, match=rf"no kernel for {number}; served are .*Geglu \(4\).*SwigluStep and"
+        ):
+            activation_of(number)
 
 
 def test_our_calls_have_a_row() -> None:

@@ -29,8 +29,7 @@ _OTHER_MODES = {"w4a8": "MXFP8 tokens, MXFP4 weights", "mxfp8": "MXFP8 tokens an
 
 
 def _of_activation(activation_type: Any) -> tuple[Any, bool]:
-    """Returns (activation, gated). NOTE: it goes by name: flashinfer 0.6.11 and 0.7 number GegluTanh and its
-    neighbours differently."""
+    """Returns (activation, gated). NOTE: GegluTanh goes by name: 8 is Identity in some of flashinfer's releases."""
     name = getattr(activation_type, "name", None) or _NAMES.get(activation_type, activation_type)
     if name not in _ACTIVATIONS:
         raise NotImplementedError(

@@ -9,7 +9,7 @@ from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
 from oxmoe.operands import check_tensor
-from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, activation_of
+from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
     DEEPSEEK_ROWS,
@@ -40,7 +40,7 @@ DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
 SWIGLU = 3  # ActivationType
 # Activations that flashinfer has for MxFp8, of those that are served.
 _OF_MXFP8 = ("Swiglu", "SwigluStep", "Geglu", "Relu2")
-_SERVED = "Swiglu and, as members of the enumeration with MxFp8, SwigluStep, Geglu and Relu2"
+_SERVED = "Swiglu (3) and with MxFp8 Geglu (4), Relu2 (6) and, as a member of the enumeration, SwigluStep"
 _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
 cache = Cache()
 
@@ -65,8 +65,8 @@ def prepare_trtllm_fp8_block_scale_moe(
 
     gemm1 float8_e4m3fn [El, 2I, H], rows [up; gate], and gemm2 [El, H, I], or with weight_layout BlockMajorK (2)
     [El, H / 128, 2I, 128] and [El, I / 128, H, 128], with use_shuffled_weight their rows shuffled; biases [El, 2I] and
-    [El, H] in the same order. activation_type: Swiglu (3), and with MxFp8 flashinfer's SwigluStep, Geglu and Relu2, of
-    which the last has gemm1 [El, I, H]. Shuffled or blocked weights are copied.
+    [El, H] in the same order. activation_type: Swiglu (3), and with MxFp8 Geglu (4), flashinfer's SwigluStep, and
+    Relu2 (6), which has gemm1 [El, I, H]. Shuffled or blocked weights are copied.
 
     DeepSeekFp8: scales fp32 [El, 2I / 128, H / 128] and [El, H / 128, I / 128], never shuffled; a shuffle is
     shuffle_matrix_a with epilogue_tile_m 64. MxFp8: scales uint8 (E8M0) [El, 2I, H / 32] and [El, H, I / 32]; with
@@ -100,8 +100,7 @@ def prepare_trtllm_fp8_block_scale_moe(
 def _known(activation_type: Any, *, mxfp8: bool) -> bool:
     """Whether experts of this quantisation have the activation: a name, a number, or a member of flashinfer's
     ActivationType."""
-    name = getattr(activation_type, "name", None) or {SWIGLU: "Swiglu"}.get(activation_type, activation_type)
-    return name in (_OF_MXFP8 if mxfp8 else _OF_MXFP8[:1])
+    return activation_name(activation_type) in (_OF_MXFP8 if mxfp8 else _OF_MXFP8[:1])
 
 
 def _activation(
@@ -340,7 +339,8 @@ def trtllm_fp8_block_scale_moe(
     at the first call and kept while they live (`oxmoe.peers.flashinfer_trtllm.cache`): a second copy. weights: what
     that function made (then the four tensors and what belongs to them are not looked at), which also spares describing
     them at every call. gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 [El], as ExpertWeights' alpha, beta and limit.
-    activation_type: Swiglu (3), and with MxFp8 the members SwigluStep, Geglu and Relu2 of flashinfer's ActivationType.
+    activation_type: Swiglu (3), and with MxFp8 Geglu (4), Relu2 (6) and the member SwigluStep of flashinfer's
+    ActivationType.
     SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
 
     Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
