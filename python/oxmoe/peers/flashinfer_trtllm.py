@@ -215,9 +215,9 @@ def _run(
         check_tensor(name, gemm)
     if gemms[0].ndim:
         check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
-    of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
-    form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
-    form["activation"] = activation_of(activation_type)
+    of_experts: dict[str, Any] = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
+    form: dict[str, Any] = {"quantization": quantization, "shuffled": use_shuffled_weight}
+    form |= {"weight_layout": int(weight_layout), "activation": activation_of(activation_type)}
     operands = hidden_states, hidden_states_scale, *gemms
     if tracing():
         return _traced_layer(*operands, **form, **of_experts, **routing, out=output)
@@ -283,8 +283,8 @@ def _weights(
     names = "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_bias", "gemm2_bias"
     others = *numbers, *biases
     options: dict[str, Any] = dict(zip(names, others, strict=True))
-    form = {"use_shuffled_weight": shuffled, "weight_layout": layout, "fp8_quantization_type": quantization}
-    form["activation_type"] = activation
+    form: dict[str, Any] = {"use_shuffled_weight": shuffled, "weight_layout": layout}
+    form |= {"fp8_quantization_type": quantization, "activation_type": activation}
     return cache.get(
         gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form, **options)
     )
