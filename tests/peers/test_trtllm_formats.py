@@ -457,6 +457,7 @@ def test_refusals(rng: torch.Generator) -> None:
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     for error, words, changed in (
         (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.ones(8) * 2}),
+        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.arange(8.0)}),
         (NotImplementedError, "no kernel for per_token_scale", {"per_token_scale": torch.ones(5)}),
         (NotImplementedError, "no kernel for nvfp4_4over6", {"nvfp4_4over6": object()}),
         (NotImplementedError, "no kernel for routing_metadata", {"routing_metadata": object()}),
@@ -477,6 +478,8 @@ def test_refusals(rng: torch.Generator) -> None:
     assert run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.ones(8)}).any()
     with pytest.raises(NotImplementedError, match="output1_scale_scalar: no kernel for MXFP4 weights with other"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.full((8,), 2.0)})
+    with pytest.raises(NotImplementedError, match="output2_scale_scalar: no kernel for MXFP4 weights with other"):
+        run(CALLS["mxfp4"][1], "mxfp4", **call | {"output2_scale_scalar": torch.arange(8.0)})
     with pytest.raises(ValueError, match="hidden_states_scale: hidden_states of bfloat16 have none"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"hidden_states_scale": torch.ones(5, 8)})
     _, given, _ = bf16("cpu", rng)

@@ -34,6 +34,12 @@ def _block(weights: Tensor, scale: Tensor) -> int:
     return block
 
 
+def _ones(numbers: Tensor | None) -> bool:
+    """Whether all of the numbers are 1."""
+    shared = None if numbers is None else number(numbers.float().reshape(-1))
+    return isinstance(shared, float) and shared == 1
+
+
 def prepare_trtllm_fp4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -90,14 +96,14 @@ def prepare_trtllm_fp4_block_scale_moe(
     }
     if block == 32:
         for name, scalar in scalars.items():
-            if scalar is not None and number(scalar.float().reshape(-1)) != 1:
+            if scalar is not None and not _ones(scalar):
                 raise NotImplementedError(f"{name}: no kernel for MXFP4 weights with other numbers than 1")
         b13, b2 = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
     given = {
         "gemm1_bias": gemm1_bias,
         # flashinfer's own preparation gives ones.
-        "gemm1_alpha": None if situ or number(gemm1_alpha) == 1 else gemm1_alpha,
+        "gemm1_alpha": None if situ or _ones(gemm1_alpha) else gemm1_alpha,
         "gemm1_beta": None if situ else gemm1_beta,
         "gemm1_clamp_limit": None if step else gemm1_clamp_limit,
         "gemm2_bias": gemm2_bias,
