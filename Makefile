@@ -126,7 +126,8 @@ server-test: install ## whole SGLang servers, on the CPU
 	$(SERVER_TESTS)
 
 core-test: install ## all other Python tests, SGLang's with the newest release
-	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/formats/test_quantize.py tests/formats/test_mxfp4_layouts.py tests/peers/test_flashinfer_names.py
+	PYTHONPATH=$(VENV)/peers $(PYTEST) tests/formats/test_quantize.py tests/formats/test_mxfp4_layouts.py \
+		$(addprefix tests/peers/test_,flashinfer_names.py flashinfer_quantisers.py upstream_layouts.py)
 	$(PYTEST)
 
 SGLANG ?=

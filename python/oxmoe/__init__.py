@@ -56,6 +56,7 @@ from oxmoe.peers.flashinfer_trtllm_int4 import (
     trtllm_mxint4_block_scale_moe,
     trtllm_mxint4_block_scale_routed_moe,
 )
+from oxmoe.peers.flashinfer_trtllm_workspace import trtllm_fused_moe_workspace_size
 from oxmoe.peers.packed_topk import pack_topk, unpack_topk
 from oxmoe.peers.sglang import fused_experts
 from oxmoe.peers.triton_kernels import prepare_triton_kernel_experts, triton_kernel_fused_experts_with_bias
@@ -155,6 +156,7 @@ __all__ = [
     "trtllm_fp8_block_scale_routed_moe",
     "trtllm_fp8_per_tensor_scale_moe",
     "trtllm_fp8_per_tensor_scale_routed_moe",
+    "trtllm_fused_moe_workspace_size",
     "trtllm_moe_allreduce_fusion",
     "trtllm_moe_finalize_allreduce_fusion",
     "trtllm_mxint4_block_scale_moe",

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
-from oxmoe.operands import check_no_grad, check_tensor
+from oxmoe.operands import check_no_grad, check_quantizer, check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["SfLayout", "mm_mxfp8", "mxfp8_dequantize_host", "mxfp8_linear", "mxfp8_quantize"]
 
 _GROUP = 32
-_QUANTIZERS = ("cuda", "cute-dsl")
 _GEMMS = ("auto", "cutlass", "cute-dsl", "cutedsl_low_latency", "cudnn", "b12x")
 
 
@@ -47,8 +46,10 @@ def mxfp8_quantize(
     is_sf_swizzled_layout: bool = True,
     alignment: int = 32,
     enable_pdl: bool | None = None,
-    backend: str = "cuda",
+    backend: str = "auto",
     sf_swizzle_layout: SfLayout | int | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """flashinfer.mxfp8_quantize on CPU and any GPU from sm_80 on: (float8_e4m3fn [..., K rounded up to alignment],
     scales uint8, flat) of bf16, f16 or fp32 input [..., K], K a multiple of 32, alignment too.
@@ -60,10 +61,11 @@ def mxfp8_quantize(
 
     Scales of rows M and columns K' lie in tiles of 128 x 4, padded with zeros (M up to 128, K' / 32 up to 4); with
     SfLayout.layout_8x4 in tiles of 8 x 4; linear: M * K' / 32. sf_swizzle_layout overrides is_sf_swizzled_layout.
-    enable_pdl and backend ("cuda", "cute-dsl") change nothing here. numpy has no float8: there codes are uint8.
+    enable_pdl and backend ("auto", "cuda", "cute-dsl") change nothing here. batch_invariant (flashinfer 0.7.4) changes
+    nothing either, since the bits of a row depend on that row alone; like flashinfer's it needs backend "auto".
+    numpy has no float8: there codes are uint8.
     """
-    if backend not in _QUANTIZERS:
-        raise ValueError(f"backend: expected 'cuda' or 'cute-dsl', got {backend!r}")
+    check_quantizer(backend, batch_invariant)
     return quantize_mxfp8(input, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout), alignment=alignment)
 
 
@@ -89,6 +91,8 @@ def mm_mxfp8(
     out_dtype: Any = None,
     use_8x4_sf_layout: bool = False,
     backend: str = "auto",
+    *,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """flashinfer.mm_mxfp8 on CPU and Hopper: [m, n] in out_dtype (bfloat16, the default, or float16) of a float8_e4m3fn
     [m, k] and b float8_e4m3fn [k, n], column-major, as weight.t() is; k is a multiple of 32.
@@ -99,14 +103,19 @@ def mm_mxfp8(
     rounded once. The same input gives the same bits; up to 32 rows of a, a row's do not depend on the others.
 
     backend is one of flashinfer's names and changes nothing. "trtllm", whose b is shuffled, is refused. Nothing in
-    such a tensor shows that it is shuffled, so do not pass one under another name. Raises ValueError if shapes,
-    dtypes or strides are wrong, and NotImplementedError on GPUs other than sm_90.
+    such a tensor shows that it is shuffled, so do not pass one under another name. batch_invariant (flashinfer 0.7.4)
+    is refused: beyond 32 rows the order of a sum depends on their number. Raises ValueError if shapes, dtypes or
+    strides are wrong, and NotImplementedError on GPUs other than sm_90.
     """
     if backend not in _GEMMS:
         message = f"mm_mxfp8: backend {backend!r}; supported: {', '.join(_GEMMS)}"
         if backend != "trtllm":
             raise ValueError(message)
         raise NotImplementedError(f"{message} (trtllm takes rows of b shuffled for its own kernels)")
+    if batch_invariant:
+        raise NotImplementedError(
+            "mm_mxfp8: no kernel for batch_invariant; beyond 32 rows the order of a sum depends on their number"
+        )
     name = "bfloat16" if out_dtype is None else str(out_dtype).rpartition(".")[2]
     if name not in ("bfloat16", "float16"):
         raise ValueError(f"out_dtype: expected bfloat16 or float16, got {name}")

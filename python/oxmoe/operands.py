@@ -6,6 +6,8 @@ from typing import Any
 
 from oxmoe.tracing import tracing
 
+_QUANTIZERS = ("auto", "cuda", "cute-dsl")
+
 
 def check_no_grad(name: str, tensor: Any) -> None:
     """Raises ValueError if the result of a call would lack this operand's gradient."""
@@ -33,3 +35,11 @@ def check_tensor(name: str, value: Any, *dimensions: str) -> None:
         held, end = value.untyped_storage().nbytes(), (value.storage_offset() + reach + 1) * value.itemsize
         if held < end:
             raise ValueError(f"{name}: its storage has {held} bytes, which do not hold it")
+
+
+def check_quantizer(backend: str, batch_invariant: bool) -> None:
+    """Checks the arguments of flashinfer's quantisers that choose among its kernels."""
+    if backend not in _QUANTIZERS:
+        raise ValueError(f"backend: expected 'auto', 'cuda' or 'cute-dsl', got {backend!r}")
+    if batch_invariant and backend != "auto":
+        raise ValueError(f"batch_invariant: expected backend 'auto' with it, got {backend!r}")

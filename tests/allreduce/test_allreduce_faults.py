@@ -450,6 +450,9 @@ def test_names_values_and_signatures() -> None:
         "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant": 9,
         "kARResidualRMSNormDynamicFP8Quant": 10,
         "kARResidualRMSNormOutDynamicFP8Quant": 11,
+        "kMoEFinalizeARResidualRMSNormFP8Quant": 12,
+        "kARResidualRMSNormMXFP8Quant": 13,
+        "kARResidualRMSNormOutMXFP8Quant": 14,
     }
     assert {p.name: p.value for p in Pattern} == values
     assert {p.name: p.value for p in oxmoe.QuantizationSFLayout} == {

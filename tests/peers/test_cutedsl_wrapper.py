@@ -200,18 +200,19 @@ def test_experts_are_kept(rng: torch.Generator) -> None:
 
 
 def test_flashinfers_signatures() -> None:
-    """The class has every parameter of 0.6.11 and 0.7.2, in their order."""
+    """The class has every parameter of 0.6.11 to 0.7.4, in their order."""
     made = list(inspect.signature(oxmoe.CuteDslMoEWrapper).parameters)
     assert (
         made
         == (
             "num_experts top_k hidden_size intermediate_size use_cuda_graph max_num_tokens num_local_experts "
             "local_expert_offset tile_size sf_vec_size output_dtype device enable_pdl activation_type swiglu_alpha "
-            "swiglu_beta swiglu_limit situ_beta situ_linear_beta use_fused_finalize quant_mode"
+            "swiglu_beta swiglu_limit situ_beta situ_linear_beta use_fused_finalize quant_mode "
+            "clamped_relu2_limit swap_ab"
         ).split()
     )
     parameters = inspect.signature(oxmoe.CuteDslMoEWrapper.run).parameters
-    assert list(parameters)[1:] == [*RUN, "per_token_scale", "weights"]
+    assert list(parameters)[1:] == [*RUN, "per_token_scale", "nvfp4_4over6", "weights"]
     moe = oxmoe.CuteDslMoEWrapper(4, 2, 128, 64, False, 7, None, 0, 256, 16, torch.float16, "cpu", False)
     assert (moe.max_num_tokens, moe.num_local_experts, moe.tile_size, moe.gated) == (7, 4, 256, True)
     assert moe.get_valid_tactics() == []
@@ -224,6 +225,9 @@ def test_what_is_refused(rng: torch.Generator) -> None:
         (ValueError, "situ_beta: expected ActivationType.Swiglu", {"situ_beta": 4.0, "activation_type": 6}),
         (ValueError, "not with situ_beta", {"situ_beta": 4.0, "swiglu_limit": 7.0}),
         (NotImplementedError, "quant_mode 'w4a8'", {"quant_mode": "w4a8"}),
+        (NotImplementedError, r"quant_mode 'mxfp8' \(MXFP8 tokens and weights\)", {"quant_mode": "mxfp8"}),
+        (NotImplementedError, "no arithmetic for clamped_relu2_limit", {"clamped_relu2_limit": torch.ones(1)}),
+        (NotImplementedError, "no arithmetic for swap_ab", {"swap_ab": True}),
         (ValueError, "quant_mode: expected", {"quant_mode": "w8a8"}),
         (NotImplementedError, "activation_type: no arithmetic for 'Geglu'", {"activation_type": ActivationType.Geglu}),
         (NotImplementedError, "activation_type: no arithmetic for 7", {"activation_type": 7}),
@@ -246,6 +250,7 @@ def test_what_is_refused(rng: torch.Generator) -> None:
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (NotImplementedError, "tactic", {"tactic": (128,)}),
         (NotImplementedError, "per_token_scale", {"per_token_scale": torch.ones(6)}),
+        (NotImplementedError, "nvfp4_4over6", {"nvfp4_4over6": object()}),
         (ValueError, "token_selected_experts: expected shape", {"token_selected_experts": ids[:, :2]}),
         (ValueError, "token_final_scales: expected shape", {"token_final_scales": weights[:5]}),
         (ValueError, "x_sf: needed", {"x_sf": None}),

@@ -298,7 +298,7 @@ def test_no_tokens() -> None:
         ({"input_sf": torch.ones(1)}, "no kernel for input of bfloat16 with input_sf and mxfp4 weights; served"),
         ({"use_wfp4afp8_humming": True}, "no kernel for use_wfp4afp8_humming"),
         ({"output_dtype": torch.float16}, "output_dtype: no kernel for float16 of bfloat16 input; expected bfloat16"),
-        ({"activation_type": 4}, "activation_type: no kernel for 4; served"),
+        ({"activation_type": 7}, "activation_type: no kernel for 7; served"),
         ({"activation_type": SimpleNamespace(name="Relu")}, "no kernel for 'Relu'"),
     ],
     ids=str,

@@ -96,8 +96,7 @@ def test_cutlass_fused_moe_names_a_dtype_that_it_has_not(rng: torch.Generator) -
 
 
 def test_defaults_are_flashinfers() -> None:
-    """Defaults are those of cutlass_fused_moe in 0.6.11 and 0.7.2: a call that leaves a parameter out means the same
-    here."""
+    """Defaults are those of cutlass_fused_moe in 0.7.4: a call that leaves a parameter out means the same here."""
     parameters = inspect.signature(oxmoe.cutlass_fused_moe).parameters
     defaults: dict[str, Any] = {name: p.default for name, p in parameters.items() if p.default is not p.empty}
     expected = {
@@ -110,8 +109,8 @@ def test_defaults_are_flashinfers() -> None:
         "tune_max_num_tokens": 8192,
         "activation_type": 3,
         "swizzled_input_sf": True,
-        "use_fused_finalize": True,
         **dict.fromkeys(("profile_ids", "workspace_buffer", "clamped_relu2_limit", "situ_beta", "situ_linear_beta")),
+        **dict.fromkeys(("use_fused_finalize", "nvfp4_4over6")),
         "backend": "cutlass",
     }
     assert defaults == expected

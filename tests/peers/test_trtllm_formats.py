@@ -354,6 +354,88 @@ def test_fp8_numbers_of_experts(device: str, rng: torch.Generator) -> None:
     assert bool(result.any()) and same_bits(result, expected)
 
 
+def test_step_of_nvfp4(device: str, rng: torch.Generator) -> None:
+    """SwigluStep's limit is in units of GEMM1's sums, and 7 of dequantised numbers by default. An alpha of ones, which
+    flashinfer's own preparation gives, changes nothing."""
+    seed = int(torch.randint(1 << 20, (), generator=rng))
+    weights, given, _ = nv(device, torch.Generator().manual_seed(seed))
+    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(seed), a4=True)
+    of_sums = made.w13_global[:, 0].contiguous()
+    own = (made.w13, made.w2, made.w13_scale, made.w2_scale, of_sums, made.w2_global)
+    hidden, tokens = tokens_of("nvfp4", 9, device, rng)
+    gates, ids = routed(9, device, rng)
+    call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
+    expected = oxmoe.moe(**tokens, weights=weights, topk_weights=gates, topk_ids=ids)
+    assert same_bits(run(CALLS["nvfp4"][1], "nvfp4", **call | {"gemm1_alpha": torch.ones(8, device=device)}), expected)
+    powers = 2.0 ** torch.randint(-3, 1, (8,), generator=rng)
+    for limit, raw in ((powers, powers / of_sums), (7.0, None)):
+        step = {"layout": "up_gate", "clamp": "after", "limit": limit if raw is None else (raw * of_sums).to(device)}
+        weights = oxmoe.ExpertWeights.nvfp4(
+            *(part.to(device) for part in own), input_global_scale=1.0, a2_global_scale=128.0, **step
+        )
+        expected = oxmoe.moe(**tokens, weights=weights, topk_weights=gates, topk_ids=ids)
+        changed = {"activation_type": SimpleNamespace(name="SwigluStep")}
+        changed["gemm1_clamp_limit"] = None if raw is None else raw.to(device)
+        result = run(CALLS["nvfp4"][1], "nvfp4", **call | changed)
+        assert bool(result.any()) and same_bits(result, expected)
+    with pytest.raises(ValueError, match="gemm1_alpha: SwigluStep takes gemm1_clamp_limit alone"):
+        run(CALLS["nvfp4"][1], "nvfp4", **call | changed | {"gemm1_alpha": torch.ones(8, device=device)})
+
+
+MODES = {"bf16": "bf16", "fp8": "fp8_per_tensor", "mxfp4": "mxfp4_bf16", "nvfp4": "nvfp4"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_workspace_buffer(format: str, device: str, rng: torch.Generator) -> None:
+    """A buffer of the right size is written to; a smaller one is left alone, and the result is the same."""
+    _, given, _ = LAYERS[format](device, rng)
+    hidden, _ = tokens_of(format, 9, device, rng)
+    gates, ids = routed(9, device, rng)
+    call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
+    logits = {"routing_logits": tie_free_logits(9, 8, rng).to(device), "routing_method_type": 1, **hidden, **given}
+    size = oxmoe.trtllm_fused_moe_workspace_size(9, 256, 128, 8, 3, quant_mode=MODES[format], device=device)
+    prepared = CALLS[format][2](**given)
+    assert size == oxmoe.workspace_bytes(prepared, 9, 3)
+    for by, arguments in ((CALLS[format][1], call), (CALLS[format][0], {**logits, **sizes()})):
+        expected = run(by, format, **arguments)
+        for room, weights in ((size, None), (size, prepared), (size - 1, None)):
+            memory = torch.full((size + 256,), 0x5A, dtype=torch.uint8, device=device)
+            start = -memory.data_ptr() % 256
+            buffer = memory[start : start + room]
+            result = run(by, format, **arguments, workspace_buffer=buffer.view(torch.int8), weights=weights)
+            assert bool(result.any()) and same_bits(result, expected)
+            assert bool((buffer != 0x5A).any()) == (room == size)
+    with pytest.raises(RuntimeError, match="workspace_buffer: dtype must be int8 or uint8, got float32"):
+        run(CALLS[format][1], format, **call, workspace_buffer=torch.zeros(size, device=device))
+    with pytest.raises(ValueError, match=r"workspace_buffer: must be 1-D, got shape \[2, 256\]"):
+        buffer = torch.zeros(2, 256, dtype=torch.uint8, device=device)
+        run(CALLS[format][1], format, **call, workspace_buffer=buffer)
+
+
+def test_workspace_size() -> None:
+    size = oxmoe.trtllm_fused_moe_workspace_size
+    whole = (32, 256, 128, 8, 3)
+    for mode, format in (("fp8_block_scale", "fp8_block"), ("mxfp8", "mxfp8"), ("mxint4", "int4")):
+        own = oxmoe._oxmoe.shape_workspace_bytes(4, 3, 256, 128, 32, format=format)
+        assert size(*whole, quant_mode=mode, local_num_experts=4, tactic=(8, -1)) == own > 0
+    plain = size(*whole, quant_mode="bf16", activation_type=SimpleNamespace(name="Relu2"))
+    assert plain == oxmoe._oxmoe.shape_workspace_bytes(8, 3, 256, 128, 32, gated=False)
+    calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
+        (ValueError, "quant_mode: expected one of 'bf16', .*, got 'fp4'", {"quant_mode": "fp4"}),
+        (NotImplementedError, "quant_mode: no kernel for 'mxfp4_mxfp8'; served are", {"quant_mode": "mxfp4_mxfp8"}),
+        (NotImplementedError, "no kernel for num_fused_shared_experts", {"num_fused_shared_experts": 1}),
+        (NotImplementedError, "no kernel for use_per_token_scale", {"use_per_token_scale": True}),
+        (NotImplementedError, "no kernel for valid_hidden_size", {"valid_hidden_size": 128}),
+        (ValueError, "local_num_experts: expected at most num_experts 8, got 9", {"local_num_experts": 9}),
+        (ValueError, "local_num_experts: expected 1 or more, got 0", {"local_num_experts": 0}),
+    ]
+    for error, words, options in calls:
+        with pytest.raises(error, match=words):
+            size(*whole, **{"quant_mode": "nvfp4"} | options)
+    with pytest.raises(ValueError, match="max_num_tokens: expected 1 or more, got 0"):
+        size(0, *whole[1:], quant_mode="bf16")
+
+
 def test_refusals(rng: torch.Generator) -> None:
     gates, ids = routed(5, "cpu", rng)
     for format in FORMATS:
@@ -374,8 +456,11 @@ def test_refusals(rng: torch.Generator) -> None:
     hidden, _ = tokens_of("nvfp4", 5, "cpu", rng)
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     for error, words, changed in (
-        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.ones(8)}),
+        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.ones(8) * 2}),
+        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.arange(8.0)}),
         (NotImplementedError, "no kernel for per_token_scale", {"per_token_scale": torch.ones(5)}),
+        (NotImplementedError, "no kernel for nvfp4_4over6", {"nvfp4_4over6": object()}),
+        (NotImplementedError, "no kernel for routing_metadata", {"routing_metadata": object()}),
         (NotImplementedError, "no kernel for gemm1_lora_delta", {"gemm1_lora_delta": torch.ones(5)}),
         (NotImplementedError, "no kernel for num_fused_shared_experts", {"num_fused_shared_experts": 1}),
         (NotImplementedError, "no kernel for hidden_states_scale_layout 0", {"hidden_states_scale_layout": 0}),
@@ -393,6 +478,8 @@ def test_refusals(rng: torch.Generator) -> None:
     assert run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.ones(8)}).any()
     with pytest.raises(NotImplementedError, match="output1_scale_scalar: no kernel for MXFP4 weights with other"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.full((8,), 2.0)})
+    with pytest.raises(NotImplementedError, match="output2_scale_scalar: no kernel for MXFP4 weights with other"):
+        run(CALLS["mxfp4"][1], "mxfp4", **call | {"output2_scale_scalar": torch.arange(8.0)})
     with pytest.raises(ValueError, match="hidden_states_scale: hidden_states of bfloat16 have none"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"hidden_states_scale": torch.ones(5, 8)})
     _, given, _ = bf16("cpu", rng)

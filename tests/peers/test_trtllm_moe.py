@@ -23,7 +23,7 @@ from oxmoe.testing import assert_close_ulp, same_bits
 
 SHAPE = Shape("trtllm", 16, 4, 256, 128).with_options(layout="up_gate")
 
-# The parameters before those that 0.7.2 moved, and the others of both versions.
+# The parameters before those that 0.7 moved, and the others of both versions.
 FIRST = (
     "routing_bias hidden_states hidden_states_scale gemm1_weights gemm1_weights_scale gemm2_weights "
     "gemm2_weights_scale num_experts top_k n_group topk_group intermediate_size local_expert_offset local_num_experts "
@@ -317,6 +317,7 @@ def test_signatures() -> None:
     assert logits[: len(FIRST) + 1] == ["routing_logits", *FIRST] and routed[: len(FIRST) + 1] == ["topk_ids", *FIRST]
     both = {"tune_max_num_tokens", "fp8_quantization_type", "activation_type", "output", "gemm1_alpha", "gemm1_beta"}
     both |= {"gemm1_clamp_limit", "valid_hidden_size", "valid_intermediate_size", "weights"}
+    both |= {"workspace_buffer"}
     more = {"num_fused_shared_experts", "norm_topk_prob", "routing_replay_out", "gemm1_bias", "gemm2_bias"}
     assert set(logits[len(FIRST) + 1 :]) == both | more and set(routed[len(FIRST) + 1 :]) == both | {"gemm1_lora_delta"}
 

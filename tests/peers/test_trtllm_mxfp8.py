@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,17 +22,17 @@ SHAPE = Shape("trtllm-mxfp8", 8, 3, 256, 128, bias=True).with_options(layout="up
 MX = 2  # Fp8QuantizationType.MxFp8
 
 
-def as_trtllm(layer: Mxfp8, *, shuffled: bool = True, weight_layout: int = 0) -> dict[str, Tensor]:
+def as_trtllm(layer: Mxfp8, *, shuffled: bool = True, weight_layout: int = 0, gated: bool = True) -> dict[str, Tensor]:
     """Returns the four tensors and the biases as SGLang hands them to flashinfer."""
     form = {}
-    for name, weights, scales, bias, gated in (
-        ("gemm1", layer.w13, layer.w13_scale, layer.b13, True),
+    for name, weights, scales, bias, halves in (
+        ("gemm1", layer.w13, layer.w13_scale, layer.b13, gated),
         ("gemm2", layer.w2, layer.w2_scale, layer.b2, False),
     ):
         device, codes, parts = weights.device, weights.view(torch.uint8).cpu(), scales.cpu()
         if shuffled:
-            codes, parts = shuffle(codes, gated), interleave(shuffle(parts, gated)).reshape(parts.shape)
-            bias = None if bias is None else shuffle(bias.cpu(), gated)
+            codes, parts = shuffle(codes, halves), interleave(shuffle(parts, halves)).reshape(parts.shape)
+            bias = None if bias is None else shuffle(bias.cpu(), halves)
         if weight_layout == 2:
             codes = blocked(codes)
         form[f"{name}_weights"] = codes.view(torch.float8_e4m3fn).to(device)
@@ -157,6 +158,65 @@ def test_numbers_of_experts(device: str, rng: torch.Generator) -> None:
             **{names[name]: value for name, value in numbers.items()},
         )
         assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("SwigluStep", {"clamp": "after", "limit": 7.0}),
+        ("Geglu", {"activation": "gelu"}),
+        ("Relu2", {"activation": "relu2", "gated": False}),
+    ],
+)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_activations(name: str, own: dict[str, Any], shuffled: bool, device: str, rng: torch.Generator) -> None:
+    gated = name != "Relu2"
+    shape = SHAPE if gated else Shape("trtllm-mxfp8", 8, 3, 256, 128, bias=True).with_options(**own)
+    layer = make_mxfp8(shape, device, rng, bias_dtype=torch.float32)
+    x, logits = layer.x(20, rng), tie_free_logits(20, 8, rng).to(device)
+    given = {**arguments(layer, x), **as_trtllm(layer, shuffled=shuffled, gated=gated), "use_shuffled_weight": shuffled}
+    given["activation_type"] = SimpleNamespace(name=name)
+    routing = {"router_logits": logits, "top_k": 3, "scoring_func": "softmax_topk", "renormalize": False}
+    expected = call(x, layer.weights(**own), **routing)
+    result = oxmoe.trtllm_fp8_block_scale_moe(logits, **given)
+    assert bool(result.any()) and same_bits(result, expected)
+    if number := {"Geglu": 4, "Relu2": 6}.get(name):
+        assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given | {"activation_type": number}), expected)
+    tensors = {part: value for part, value in given.items() if part.startswith("gemm")}
+    how = {"activation_type": SimpleNamespace(name=name), "use_shuffled_weight": shuffled, "fp8_quantization_type": MX}
+    made = oxmoe.prepare_trtllm_fp8_block_scale_moe(**tensors, **how)
+    assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, weights=made), expected)
+    if name == "SwigluStep":
+        limits = (torch.rand(8, generator=rng) + 0.1).to(device)
+        expected = call(x, layer.weights(clamp="after", limit=limits), **routing)
+        assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, gemm1_clamp_limit=limits), expected)
+    unfit = "SwigluStep takes gemm1_clamp_limit" if name == "SwigluStep" else f"{name} takes no such numbers"
+    with pytest.raises(ValueError, match=f"^gemm1_alpha: {unfit}"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **given, gemm1_alpha=torch.ones(8, device=device))
+    blocks = {**given, "fp8_quantization_type": 1, "hidden_states_scale": None}
+    with pytest.raises(NotImplementedError, match=r"no kernel for activation_type .*; served: .* with MxFp8 Geglu"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **blocks)
+
+
+def test_workspace_buffer(device: str, rng: torch.Generator) -> None:
+    """A buffer of the right size is written to; a smaller one is left alone, and the result is the same."""
+    layer = make_mxfp8(SHAPE, device, rng, bias_dtype=torch.float32)
+    x, logits = layer.x(9, rng), tie_free_logits(9, 8, rng).to(device)
+    size = oxmoe.trtllm_fused_moe_workspace_size(9, 256, 128, 8, 3, quant_mode="mxfp8", device=device)
+    assert size == oxmoe.workspace_bytes(layer.weights(), 9, 3)
+    given = {**arguments(layer, x), **as_trtllm(layer), "use_shuffled_weight": True}
+    expected = oxmoe.trtllm_fp8_block_scale_moe(logits, **given)
+    tensors = {part: value for part, value in given.items() if part.startswith("gemm")}
+    how = {"use_shuffled_weight": True, "fp8_quantization_type": MX}
+    made = oxmoe.prepare_trtllm_fp8_block_scale_moe(**tensors, **how)
+    for room, weights in ((size, None), (size, made), (size - 1, None), (size - 1, made)):
+        memory = torch.full((size + 256,), 0x5A, dtype=torch.uint8, device=device)
+        start = -memory.data_ptr() % 256
+        buffer = memory[start : start + room]
+        result = oxmoe.trtllm_fp8_block_scale_moe(logits, **given, workspace_buffer=buffer, weights=weights)
+        assert same_bits(result, expected) and bool((buffer != 0x5A).any()) == (room == size)
+    with pytest.raises(RuntimeError, match="workspace_buffer: dtype must be int8 or uint8, got float32"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **given, workspace_buffer=torch.zeros(size, device=device))
 
 
 def test_experts_of_two_ranks(device: str, rng: torch.Generator) -> None:

@@ -50,7 +50,7 @@ FORMATS = {
     "mxfp4": ("bf16", "fp4"),
 }
 TYPES = {"__nv_bfloat16": "bf16", "half": "fp16", "__nv_fp8_e4m3": "fp8"}
-# flashinfer 0.6.11 has the last of these, and 0.7.2 the other two.
+# flashinfer 0.6.11 has the last of these, and 0.7 the other two.
 TYPES |= dict.fromkeys(("SafeFP4", "Fp4Type", "__nv_fp4_e2m1"), "fp4")
 # Launchers in generated files are a macro for weights of the activations' type, and a template for others.
 OPERANDS = (

@@ -28,6 +28,9 @@ def test_served(k):
     x = torch.randn(4, k, device="cuda").to("cuda:0").cuda()
     codes, scales = mxfp8_quantize(x)
     assert (mxfp8_dequantize_host(codes, scales) - x).abs().max() < 0.3
+    assert torch.topk(torch.ones(2, 40), 3).indices.tolist() == [[0, 1, 2], [0, 1, 2]]
+    values, indices = torch.tensor([1.0, 2.0, 1.0, 2.0] * 9).topk(2, largest=False)
+    assert values.tolist() == [1.0, 1.0] and indices.tolist() == [0, 2]
 
 def test_not_served():
     something_else(1)

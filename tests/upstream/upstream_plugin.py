@@ -34,11 +34,22 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatch.fnmatchcase(name, re.sub(r"([\[\]?])", r"[\1]", pattern))
 
 
+def stable_topk(
+    input: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> torch.return_types.topk:
+    """torch.topk, where the first of equal numbers comes first. On CPUs torch takes any of them, and references of
+    routing choose other experts then."""
+    values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
+    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+
+
 class OnCpu(torch.overrides.TorchFunctionMode):
     """Makes tensors on the CPU that a test asks for on a GPU."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if function in (torch.topk, torch.Tensor.topk) and "out" not in kwargs:
+            return stable_topk(*args, **kwargs)
         if function is torch.Tensor.cuda:
             return args[0]
         if "device" in kwargs and "cuda" in str(kwargs["device"]):

@@ -10,19 +10,25 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
+from oxmoe.functions import quantize_mxfp8
+from oxmoe.operands import check_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_GROUP = 32  # columns that share a scale of MXFP8
 
 
 class AllReduceFusionPattern(IntEnum):
     """flashinfer's patterns (flashinfer/comm/trtllm_ar.py).
 
     The sum over ranks is followed by residual add, RMSNorm and quantisation. "Out" patterns write norm_out as well
-    as the quantised norm.
+    as the quantised norm. 12 to 14 are of flashinfer 0.7.4; kMoEFinalizeARResidualRMSNormFP8Quant is refused, as
+    flashinfer has it between NVLink multicast's GPUs alone.
     """
 
     kAllReduce = 0
@@ -37,6 +43,9 @@ class AllReduceFusionPattern(IntEnum):
     kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
     kARResidualRMSNormDynamicFP8Quant = 10
     kARResidualRMSNormOutDynamicFP8Quant = 11
+    kMoEFinalizeARResidualRMSNormFP8Quant = 12
+    kARResidualRMSNormMXFP8Quant = 13
+    kARResidualRMSNormOutMXFP8Quant = 14
 
 
 class QuantizationSFLayout(IntEnum):
@@ -119,6 +128,7 @@ def allreduce_fusion(
     block_quant_group_size: int | None = None,
     weight_bias: float = 0.0,
     *,
+    moe_finalize_backend: str = "trtllm",
     deadline: float | None = None,
 ) -> Tensor:
     """Adds all ranks' rows, with residual add, RMSNorm and quantisation as `pattern` says. The call is collective.
@@ -137,6 +147,9 @@ def allreduce_fusion(
     - PerTokenGroupFP8Packed: e4m3 with a scale 2^n per block_quant_group_size values, max(amax / 448, 1e-10) rounded
       up; exponent bytes (UE8M0) packed in scale_out int32 [T, ceil(groups / 4)], strides (1, T rounded up to 4).
     - DynamicFP8: e4m3 with scale_out fp32 [T, 1] = max(amax / 448, 2^-9 / 448).
+    - MXFP8: what `mxfp8_quantize` makes of the norm, e4m3 [T, H] and scale_out uint8, flat, of as many E8M0 bytes or
+      more, by layout_code SWIZZLED_128x4 (default) or LINEAR. H is a multiple of 32; tensors are torch's. The
+      quantiser and two copies are launches after the all-reduce. Returns quant_out.
 
     kMoEFinalize: the contribution is sum_j expert_scale_factor[t, j] x input[expanded_idx_to_permuted_idx[t, j]]
     (int32, -1: none) + shared_expert_output[t]; kMoEReduction: sum_e moe_reduction_scale_input[e, t] (fp32 [E, T]) x
@@ -144,6 +157,7 @@ def allreduce_fusion(
     with all outputs optional (quant_out: NVFP4). kAllReduce without output and kMoEFinalize without norm_out allocate
     it.
 
+    moe_finalize_backend: "trtllm"; flashinfer's "cake" is refused.
     launch_with_pdl, trigger_completion_at_end and use_oneshot do not change the result. Sums are fp32 with any
     fp32_acc. use_oneshot must be the same on all ranks; it matters between 4 or 8 GPUs, if the workspace has room
     for it.
@@ -164,10 +178,27 @@ def allreduce_fusion(
     """
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
+    mxfp8: _Mxfp8 | None = None
+    if pattern in _OF_MXFP8:
+        mxfp8 = _Mxfp8(pattern, input, norm_out, quant_out, scale_out, layout_code)
+        norm_out = mxfp8.norm
+        pattern, quant_out, scale_out, layout_code = AllReduceFusionPattern.kARResidualRMSNorm, None, None, None
     if pattern == AllReduceFusionPattern.kAllReduce and output is None:
         output = _empty_like(input)
     if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
         norm_out = _empty_like(residual_in)
+
+    def check() -> None:
+        if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
+            raise NotImplementedError(
+                "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink "
+                "multicast alone; served is kMoEFinalizeARResidualRMSNorm"
+            )
+        if moe_finalize_backend != "trtllm":
+            refuse_backend("moe_finalize_backend", moe_finalize_backend)
+        if mxfp8 is not None:
+            mxfp8.check()
+
     operands = _Operands(
         input=input,
         pattern=int(pattern),
@@ -191,7 +222,80 @@ def allreduce_fusion(
         block_quant_group_size=block_quant_group_size,
         weight_bias=weight_bias,
     )
-    return workspace._run(operands, deadline, use_oneshot)
+    result = workspace._run(operands, deadline, use_oneshot, check)
+    return result if mxfp8 is None else mxfp8.quantise()
+
+
+_OF_MXFP8 = (
+    AllReduceFusionPattern.kARResidualRMSNormMXFP8Quant,
+    AllReduceFusionPattern.kARResidualRMSNormOutMXFP8Quant,
+)
+
+
+def refuse_backend(name: str, backend: str) -> NoReturn:
+    if backend == "cake":
+        raise NotImplementedError(
+            f'{name}: no kernel for "cake", which flashinfer has for Blackwell; served is "trtllm"'
+        )
+    raise ValueError(f'{name}: expected "trtllm", got {backend!r}')
+
+
+class _Mxfp8:
+    """The quantisation to MXFP8 after an all-reduce with kARResidualRMSNorm."""
+
+    def __init__(
+        self, pattern: int, input: Any, norm_out: Any, quant_out: Any, scale_out: Any, layout_code: int | None
+    ) -> None:
+        self.name = AllReduceFusionPattern(pattern).name
+        self.input, self.quant_out, self.scale_out = input, quant_out, scale_out
+        self.layout = QuantizationSFLayout.SWIZZLED_128x4 if layout_code is None else layout_code
+        self.needs_norm = pattern == AllReduceFusionPattern.kARResidualRMSNormOutMXFP8Quant
+        self.norm_given = norm_out is not None
+        self.norm = norm_out if self.needs_norm or self.norm_given else _empty_like(input)
+        self.scales = 0
+
+    def check(self) -> None:
+        """Checks what `kARResidualRMSNorm` knows nothing of."""
+        import torch
+
+        if not isinstance(self.input, torch.Tensor):
+            raise NotImplementedError(f"input: {self.name} takes torch's tensors, got {type(self.input).__name__}")
+        if self.norm_given != self.needs_norm:
+            fault = "neither reads nor writes it; pass None" if self.norm_given else "needs it, got None"
+            raise ValueError(f"norm_out: pattern {self.name} {fault}")
+        check_tensor("input", self.input, "T", "H")
+        tokens, hidden = self.input.shape
+        if hidden % _GROUP:
+            raise ValueError(f'input: dimension 1 "H": expected a multiple of {_GROUP} for MXFP8, got {hidden}')
+        for name, tensor in (("quant_out", self.quant_out), ("scale_out", self.scale_out)):
+            if tensor is None:
+                raise ValueError(f"{name}: pattern {self.name} needs it, got None")
+            check_tensor(name, tensor)
+            if tensor.device != self.input.device:
+                raise ValueError(f"{name}: expected device {self.input.device} (of input), got {tensor.device}")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}")
+        codes = self.quant_out
+        if codes.dtype != torch.float8_e4m3fn or codes.shape != self.input.shape:
+            got = f"{str(codes.dtype).rpartition('.')[2]} {list(codes.shape)}"
+            raise ValueError(f"quant_out: expected float8_e4m3fn [{tokens}, {hidden}], got {got}")
+        groups = hidden // _GROUP
+        if self.layout == QuantizationSFLayout.SWIZZLED_128x4:
+            self.scales = -(-tokens // 128) * 128 * (-(-groups // 4) * 4)
+        elif self.layout == QuantizationSFLayout.LINEAR:
+            self.scales = tokens * groups
+        else:
+            raise ValueError(f"layout_code: expected SWIZZLED_128x4 (0) or LINEAR (2) for MXFP8, got {self.layout}")
+        if self.scale_out.dtype != torch.uint8 or self.scale_out.numel() < self.scales:
+            got = f"{self.scale_out.numel()} of {str(self.scale_out.dtype).rpartition('.')[2]}"
+            raise ValueError(f"scale_out: expected {self.scales} or more of uint8, got {got}")
+
+    def quantise(self) -> Any:
+        linear = self.layout == QuantizationSFLayout.LINEAR
+        codes, scales = quantize_mxfp8(self.norm, layout="linear" if linear else "128x4")
+        self.quant_out.copy_(codes)
+        self.scale_out.view(-1)[: self.scales].copy_(scales)
+        return self.quant_out
 
 
 def _empty_like(tensor: Any) -> Any:

@@ -1,6 +1,6 @@
 """flashinfer's older names of the all-reduce. They call the new ones.
 
-Source: flashinfer/comm/trtllm_ar.py and allreduce.py of 0.6.11 and 0.7.2.
+Source: flashinfer/comm/trtllm_ar.py and allreduce.py of 0.6.11, 0.7.2 and 0.7.4.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.allreduce.fusion import AllReduceFusionPattern as Pattern
-from oxmoe.allreduce.fusion import QuantizationSFLayout, allreduce_fusion
+from oxmoe.allreduce.fusion import QuantizationSFLayout, allreduce_fusion, refuse_backend
 from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, create_allreduce_fusion_workspace
 
 if TYPE_CHECKING:
@@ -20,8 +20,9 @@ _FP4 = (
     *(Pattern.kARResidualRMSNormFP4Quant, Pattern.kARResidualRMSNormOutFP4Quant),
     *(Pattern.kMoEReductionARResidualRMSNorm, Pattern.kMoEFinalizeARResidualRMSNorm),
 )
+_MXFP8 = (Pattern.kARResidualRMSNormMXFP8Quant, Pattern.kARResidualRMSNormOutMXFP8Quant)
 _WITHOUT_NORM = (
-    *(Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormFP4Quant),
+    *(Pattern.kARResidualRMSNormFP8Quant, Pattern.kARResidualRMSNormFP4Quant, Pattern.kARResidualRMSNormMXFP8Quant),
     *(Pattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant, Pattern.kARResidualRMSNormDynamicFP8Quant),
 )
 _BLOCK = 16
@@ -147,7 +148,9 @@ def quantised_outputs(
     pattern: int, tokens: int, hidden: int, quant_out: Tensor | None, scale_out: Tensor | None, layout_code: int | None
 ) -> tuple[Any, Any]:
     """Returns quant_out and scale_out in the form that `allreduce_fusion` takes. For FP8 with one scale and NVFP4,
-    flashinfer's callers may give larger memory of any dtype."""
+    flashinfer's callers may give larger memory of any dtype. For MXFP8 quant_out may be flat."""
+    if pattern in _MXFP8:
+        return _rows("quant_out", quant_out, tokens, hidden), scale_out
     if quant_out is None or pattern not in (*_FP8, *_FP4):
         return quant_out, scale_out
     columns = hidden if pattern in _FP8 else hidden // 2
@@ -243,11 +246,15 @@ def trtllm_moe_allreduce_fusion(
     quant_out: Tensor | None,
     scale_out: Tensor | None,
     weight_bias: float | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """`allreduce_fusion` with kMoEReductionARResidualRMSNorm, of tensors in any shape: moe_reduction_scale_input fp32
     [experts, token_num], moe_reduction_active_experts_token_input [experts x token_num, hidden_dim], the others
     [token_num, hidden_dim]."""
     _check(workspace_ptrs, world_size, world_rank)
+    if backend != "trtllm":
+        refuse_backend("backend", backend)
     pattern, experts = Pattern.kMoEReductionARResidualRMSNorm, moe_reduction_device_num_experts
     codes, scales = quantised_outputs(pattern, token_num, hidden_dim, quant_out, scale_out, layout_code)
     tokens = _rows("moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim)
@@ -297,11 +304,15 @@ def trtllm_moe_finalize_allreduce_fusion(
     expert_scale_factor: Tensor | None,
     routed_scaling_factor: float | None,
     weight_bias: float | None = None,
+    *,
+    backend: str = "trtllm",
 ) -> None:
     """`allreduce_fusion` with kMoEFinalizeARResidualRMSNorm. A routed_scaling_factor multiplies expert_scale_factor in
     fp32, which is an operation of torch before the call. NotImplementedError for quant_out and scale_out: flashinfer's
     call has no argument for their scale."""
     _check(workspace_ptrs, world_size, world_rank)
+    if backend != "trtllm":
+        refuse_backend("backend", backend)
     if quant_out is not None or scale_out is not None:
         raise NotImplementedError(
             "trtllm_moe_finalize_allreduce_fusion: quant_out and scale_out have no scale_factor in this call; "

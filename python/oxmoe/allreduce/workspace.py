@@ -26,6 +26,11 @@ _HEADER = struct.Struct("<4sIIQ200s")
 _HELLO, _CALL, _REFUSED, _GOODBYE = range(4)
 _MAGIC = b"oxar"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# Arguments of flashinfer 0.7.4's backend "mnnvl-cutedsl", which every other backend refuses.
+_OF_MULTICAST = (
+    *("top_k", "rms_eps", "weight_bias", "routed_scaling_factor", "include_shared_expert", "add_residual"),
+    *("write_residual_output", "apply_rms_norm", "output_dtype", "dynamic_fp8", "write_norm_output", "config"),
+)
 
 
 @dataclass(frozen=True)
@@ -221,17 +226,28 @@ class AllReduceFusionWorkspace:
             raise RuntimeError(f"workspace: failed before ({self._fault}); destroy it and make a new one")
         return self._link
 
-    def _run(self, operands: Any, deadline: float | None, use_oneshot: bool | None) -> Any:
+    def _run(
+        self,
+        operands: Any,
+        deadline: float | None,
+        use_oneshot: bool | None,
+        check: Callable[[], None] | None = None,
+    ) -> Any:
+        """Runs a call. check: raises if other operands of it are wrong."""
         link = self._usable()
         # The MoE patterns' input may be something they do not read.
         leaders = (operands.input, operands.residual_in)
         if self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders):
             self.check()
             seconds = self.deadline if deadline is None else _checked_deadline(deadline)
+            if check is not None:
+                check()
             return self._memory.launch(operands, seconds, use_oneshot)
         end = time.monotonic() + (self.deadline if deadline is None else _checked_deadline(deadline))
         epoch, self._epoch = self._epoch, (self._epoch + 1) & 0xFFFFFFFF
         try:
+            if check is not None:
+                check()
             word, message = _oxmoe.allreduce_message(operands)
             what = _oxmoe.allreduce_shape(word)
             size = _message_bytes(message)
@@ -329,6 +345,7 @@ def create_allreduce_fusion_workspace(
     exchange: Callable[[bytes], Sequence[bytes]] | None = None,
     deadline: float = 30.0,
     device: Any = None,
+    **of_multicast: Any,
 ) -> AllReduceFusionWorkspace:
     """Makes a workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. The
     call is collective.
@@ -340,15 +357,19 @@ def create_allreduce_fusion_workspace(
     any of them the group is torch's WORLD, if world_size and rank are this process's there. A subgroup's ranks must
     name their group: on WORLD they would wait for ranks that never come. Nobody outside the group is contacted.
 
-    backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl". gpus_per_node is
-    not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same order; a group
-    may have several workspaces if their calls are in the same order too.
+    backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl" and
+    "mnnvl-cutedsl". of_multicast: the keyword arguments that flashinfer 0.7.4 has for the last alone, each None.
+    gpus_per_node is not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same
+    order; a group may have several workspaces if their calls are in the same order too.
     device: "cuda" (torch's current one), "cuda:<n>" or a torch.device: memory on that GPU, which all ranks map, for
     CUDA tensors; 1, 2, 4 or 8 ranks on one host. "cpu": none. By default the current GPU if it and the group are
     served.
     ValueError where an argument is wrong or ranks disagree on one, RuntimeError where another rank refused,
     TimeoutError where a rank does not come, NotImplementedError where a GPU or group is not served.
     """
+    unknown = [name for name in of_multicast if name not in _OF_MULTICAST]
+    if unknown:
+        raise TypeError(f"create_allreduce_fusion_workspace: unexpected keyword argument {unknown[0]!r}")
     link = _link(group, exchange, comm_backend, world_size, rank)
     end = time.monotonic() + 30.0
     try:
@@ -357,11 +378,14 @@ def create_allreduce_fusion_workspace(
         for argument, given, own in (("world_size", world_size, link.size), ("rank", rank, link.rank)):
             if given is not None and given != own:
                 raise ValueError(f"{argument}: expected {own} (of the group), got {given}")
-        if backend == "mnnvl":
+        if backend in ("mnnvl", "mnnvl-cutedsl"):
             raise NotImplementedError(
-                'backend: "mnnvl" sums through NVLink multicast, for which oxmoe has no kernels; served are "auto", '
-                '"oxmoe" and "trtllm"'
+                f'backend: "{backend}" sums through NVLink multicast, for which oxmoe has no kernels; served are '
+                '"auto", "oxmoe" and "trtllm"'
             )
+        given_names = [name for name, value in of_multicast.items() if value is not None]
+        if given_names:
+            raise ValueError(f'{", ".join(given_names)}: only backend="mnnvl-cutedsl" takes these, which is not served')
         if backend not in ("auto", "oxmoe", "trtllm"):
             raise ValueError(f'backend: expected "auto", "oxmoe" or "trtllm", got {backend!r}')
         missing = [

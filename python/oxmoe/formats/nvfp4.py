@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from oxmoe.functions import quantize_nvfp4
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_quantizer, check_tensor
 
 __all__ = [
     "convert_sf_from_mma_layout",
@@ -155,8 +155,10 @@ def fp4_quantize(
     is_sf_8x4_layout: bool = False,
     is_global_scale_inversed: bool = False,
     enable_pdl: bool | None = None,
-    backend: str = "cuda",
+    backend: str = "auto",
     nvfp4_4over6: Any = None,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """flashinfer's function of this name: (e2m1 pairs uint8 [..., K / 2], scales uint8 [M', G']) of input [..., K],
     float16, bfloat16, float32 or float8_e4m3fn, on CPU or CUDA; M is the product of the other dimensions.
@@ -169,12 +171,12 @@ def fp4_quantize(
     along its rows, and both results are transposed back.
 
     Every backend and enable_pdl gives the same: divisions are exact, where flashinfer's kernels take approximate
-    reciprocals. nvfp4_4over6 (flashinfer 0.7) is refused by name.
+    reciprocals. nvfp4_4over6 (flashinfer 0.7) is refused by name. batch_invariant (flashinfer 0.7.4) changes nothing,
+    since the bits of a row depend on that row and global_scale alone; like flashinfer's it needs backend "auto".
     """
     if sf_vec_size not in (16, 32):
         raise NotImplementedError(f"sf_vec_size can only be 16 or 32, got {sf_vec_size}")
-    if backend not in ("cuda", "cute-dsl"):
-        raise ValueError(f"backend: expected 'cuda' or 'cute-dsl', got {backend!r}")
+    check_quantizer(backend, batch_invariant)
     if backend == "cute-dsl" and (sf_vec_size, bool(sf_use_ue8m0)) not in ((16, False), (32, True)):
         raise ValueError(
             f"backend 'cute-dsl': expected sf_vec_size 16 without sf_use_ue8m0 or 32 with it, "

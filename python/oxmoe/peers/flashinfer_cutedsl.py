@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CuteDslMoEWrapper"]
 
-SWIGLU, RELU2 = 3, 6  # flashinfer's ActivationType, the same numbers in 0.6.11 and 0.7.2
+SWIGLU, RELU2 = 3, 6  # flashinfer's ActivationType, the same numbers in 0.6.11 and 0.7
 _BLOCK = 16
 # flashinfer's activation name -> (activation, gated). Other names have no arithmetic here.
 _ACTIVATIONS: dict[str, tuple[Any, bool]] = {
@@ -25,11 +25,11 @@ _ACTIVATIONS: dict[str, tuple[Any, bool]] = {
 }
 _NAMES = {SWIGLU: "Swiglu", RELU2: "Relu2"}
 _MODES = ("w4a4", "w4a16")
+_OTHER_MODES = {"w4a8": "MXFP8 tokens, MXFP4 weights", "mxfp8": "MXFP8 tokens and weights"}
 
 
 def _of_activation(activation_type: Any) -> tuple[Any, bool]:
-    """Returns (activation, gated). NOTE: it goes by name: flashinfer 0.6.11 and 0.7.2 number GegluTanh and its
-    neighbours differently."""
+    """Returns (activation, gated). NOTE: GegluTanh goes by name: 8 is Identity in some of flashinfer's releases."""
     name = getattr(activation_type, "name", None) or _NAMES.get(activation_type, activation_type)
     if name not in _ACTIVATIONS:
         raise NotImplementedError(
@@ -41,9 +41,9 @@ def _of_activation(activation_type: Any) -> tuple[Any, bool]:
 
 def _mode(quant_mode: str) -> str:
     mode = {"nvfp4": "w4a4"}.get(str(quant_mode).lower(), str(quant_mode).lower())
-    if mode == "w4a8":
+    if mode in _OTHER_MODES:
         raise NotImplementedError(
-            "quant_mode 'w4a8' (MXFP8 tokens, MXFP4 weights): no arithmetic for it; served: 'w4a4', 'w4a16'"
+            f"quant_mode {mode!r} ({_OTHER_MODES[mode]}): no arithmetic for it; served: 'w4a4', 'w4a16'"
         )
     if mode not in _MODES:
         raise ValueError(f"quant_mode: expected 'w4a4' or 'w4a16', got {quant_mode!r}")
@@ -51,15 +51,16 @@ def _mode(quant_mode: str) -> str:
 
 
 class CuteDslMoEWrapper:
-    """flashinfer's class of this name (0.6.11 and 0.7.2) on ExpertWeights.nvfp4, on every device that runs those.
+    """flashinfer's class of this name (0.6.11 to 0.7.4) on ExpertWeights.nvfp4, on every device that runs those.
 
     num_experts, top_k, hidden_size H and intermediate_size N describe the layer. This rank holds num_local_experts
     (default: all) from local_expert_offset on, and the output is their part of the sum.
 
-    use_cuda_graph: this object owns the output and the workspace, made for max_num_tokens on `device`. So a call
-    allocates nothing, and overwrites the output of the last call (as in flashinfer 0.6.11). More tokens are a
-    ValueError then. With max_num_tokens None (0.7.2 ignores the number), or without use_cuda_graph, torch's
-    allocator provides both. While a graph is captured, they come from that graph's memory.
+    use_cuda_graph with a max_num_tokens: this object owns the output and the workspace, made for that many tokens on
+    `device`. So a call allocates nothing, and overwrites the output of the last call (as in flashinfer 0.6.11, whose
+    default is 4096). More tokens are a ValueError then. With max_num_tokens None (the default, as in 0.7, which
+    ignores a number), or without use_cuda_graph, torch's allocator provides both. While a graph is captured, they come
+    from that graph's memory.
 
     quant_mode: with "w4a4" ("nvfp4") tokens come as NVFP4, and GEMM1's output is rounded to NVFP4 with
     fc2_input_scale. With "w4a16" tokens have output_dtype, and nothing is rounded. activation_type: Swiglu,
@@ -69,8 +70,8 @@ class CuteDslMoEWrapper:
     or fp32.
 
     tile_size, enable_pdl and use_fused_finalize have no meaning: tiles are planned by shape, and sums are never
-    atomic. These are refused by name: a sf_vec_size other than 16, "w4a8", and the arguments per_token_scale and
-    tactic of `run`.
+    atomic. These are refused by name: a sf_vec_size other than 16, "w4a8", "mxfp8", clamped_relu2_limit, swap_ab (16
+    rows of up and gate in turn), and the arguments per_token_scale, tactic and nvfp4_4over6 of `run`.
 
     One object serves one stream at a time.
     """
@@ -82,7 +83,7 @@ class CuteDslMoEWrapper:
         hidden_size: int,
         intermediate_size: int,
         use_cuda_graph: bool = False,
-        max_num_tokens: int | None = 4096,
+        max_num_tokens: int | None = None,
         num_local_experts: int | None = None,
         local_expert_offset: int = 0,
         tile_size: int = 128,
@@ -98,11 +99,15 @@ class CuteDslMoEWrapper:
         situ_linear_beta: float | None = None,
         use_fused_finalize: bool = True,
         quant_mode: str = "w4a4",
+        clamped_relu2_limit: Tensor | None = None,
+        swap_ab: bool = False,
     ) -> None:
         import torch
 
         unserved = {
             f"sf_vec_size {sf_vec_size}": sf_vec_size != _BLOCK,
+            "clamped_relu2_limit": clamped_relu2_limit is not None,
+            "swap_ab": bool(swap_ab),
         }
         if any(unserved.values()):
             given = ", ".join(name for name, used in unserved.items() if used)
@@ -225,6 +230,7 @@ class CuteDslMoEWrapper:
         tactic: Any = None,
         *,
         per_token_scale: Tensor | None = None,
+        nvfp4_4over6: Any = None,
         weights: ExpertWeights | None = None,
     ) -> Tensor:
         """flashinfer's method. Returns this rank's part of out [T, hidden_size] in output_dtype.
@@ -247,6 +253,8 @@ class CuteDslMoEWrapper:
             raise NotImplementedError(
                 "per_token_scale: no scale of its own for each token beside its blocks'; supported: None"
             )
+        if nvfp4_4over6 is not None:
+            raise NotImplementedError("nvfp4_4over6: no search between two scales; supported: None")
         check_tensor("x", x, "T", "columns")
         tokens = x.shape[0]
         for name, tensor in (

@@ -15,19 +15,13 @@ from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, 
 from oxmoe.peers.flashinfer_cutlass_int4 import InputScaledExperts
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments
+from oxmoe.peers.workspace_buffer import with_workspace, workspace_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Alignment in bytes of flashinfer's workspace_buffer, which `moe` also asks of a workspace.
-_ALIGNMENT = 256
 _OF_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 cache = Cache()
-
-
-class WorkspaceError(ValueError, RuntimeError):
-    """The error of a workspace_buffer that cannot be used. It is oxmoe's ValueError, and also the RuntimeError that
-    flashinfer raises."""
 
 
 def _name(dtype: Any) -> Any:
@@ -69,10 +63,10 @@ def prepare_cutlass_fused_moe(
         fc2's scales, a tensor that is not read.
     use_w4_group_scaling (the default for bytes with two scales): MXFP4, uint8 [El, 2I, H / 2] and [El, H, I / 2],
         interleaved by flashinfer's interleave_moe_weights_for_sm90_mixed_gemm; their interleaved E8M0 scales, viewed
-        as int32 or uint8. The scales' dimensions tell flashinfer 0.6.11 from 0.7.2.
+        as int32 or uint8. The scales' dimensions tell flashinfer 0.6.11 from 0.7.
     use_packed_weights (then use_w4_group_scaling is the default): int4, uint8 [El, 2I, H / 2] and [El, H, I / 2] in
         two's complement, interleaved as "int4" by the same function; their bf16 scales of 128 columns, interleaved
-        (`oxmoe.int4.from_sm90` has the layouts of 0.6.11 and 0.7.2); activation scales [H] and [I]; two empty tensors
+        (`oxmoe.int4.from_sm90` has the layouts of 0.6.11 and 0.7); activation scales [H] and [I]; two empty tensors
         (zero points, which flashinfer's kernel does not read, are refused); alphas fp32 [El] of fc1 and fc2. Empty
         activation scales and alphas stand for ones.
     NVFP4: uint8 (or viewed as int64) [El, 2I, H / 2] and [El, H, I / 2]; fc1's activation scale, swizzled block scales
@@ -155,16 +149,17 @@ def cutlass_fused_moe(
     swizzled_input_sf: bool = True,
     *,
     use_wfp4afp8_humming: bool = False,
-    use_fused_finalize: bool = True,
+    use_fused_finalize: bool | None = None,
     profile_ids: Sequence[int] | None = None,
     workspace_buffer: Tensor | None = None,
     clamped_relu2_limit: Tensor | None = None,
     situ_beta: Tensor | None = None,
     situ_linear_beta: Tensor | None = None,
     backend: str = "cutlass",
+    nvfp4_4over6: Any = None,
     weights: ExpertWeights | InputScaledExperts | None = None,
 ) -> list[Tensor]:
-    """flashinfer's call (0.6.11 and 0.7.2, by keyword). Returns [output].
+    """flashinfer's call (0.6.11, 0.7.2 and 0.7.4, by keyword). Returns [output].
 
     input [T, H] of output_dtype, or float8_e4m3fn of fp8 weights with one scale, or with input_sf (swizzled, or with
     swizzled_input_sf=False row by row) NVFP4 codes of NVFP4 weights; token_selected_experts int32 or int64 [T, k],
@@ -190,6 +185,7 @@ def cutlass_fused_moe(
         "min_latency_mode": min_latency_mode,
         "use_wfp4afp8_humming": use_wfp4afp8_humming,
         "clamped_relu2_limit": clamped_relu2_limit is not None,
+        "nvfp4_4over6": nvfp4_4over6 is not None,
         f"backend={backend!r}": backend != "cutlass",
     }
     if any(unserved.values()):
@@ -235,7 +231,7 @@ def cutlass_fused_moe(
         raise NotImplementedError(
             f"output_dtype: no kernel for {name_of(output_dtype)} of {name_of(input.dtype)} input; expected {made}"
         )
-    workspace = None if workspace_buffer is None else _workspace(workspace_buffer, input)
+    workspace = None if workspace_buffer is None else workspace_of(workspace_buffer, input)
     options = {"ep_size": ep_size, "ep_rank": ep_rank, "x_scale": x_scale, "out": output, "workspace": workspace}
     of_tokens = token_final_scales, token_selected_experts
     if weights is None:
@@ -247,11 +243,11 @@ def cutlass_fused_moe(
             of_weights = Activations(activation, *others).options(tp_rank, once=False)
             described = formats.described(format, *blocks, of_weights)
             fc1, fc2 = described.pop("w13"), described.pop("w2")
-            return [_with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
+            return [with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
         weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
     if isinstance(weights, InputScaledExperts):
         x, weights = weights.scaled(x), weights.weights
-    return [_with_workspace(moe, x, weights, *of_tokens, **options)]
+    return [with_workspace(moe, x, weights, *of_tokens, **options)]
 
 
 def _check_scales(quant_scales: Any) -> None:
@@ -299,41 +295,6 @@ def _kept(
     return cache.get((fc1, fc2, *scales), others, (format, min(tp_rank, 1), activation, hidden_size, dtype), make)
 
 
-def _workspace(buffer: Tensor, input: Tensor) -> Tensor:
-    """Returns the buffer in the form that `moe` takes. The error is in flashinfer's words if that is impossible."""
-    import torch
-
-    problem = None
-    if not isinstance(buffer, torch.Tensor):
-        raise WorkspaceError(f"workspace_buffer: expected a torch tensor, got {type(buffer).__name__}")
-    if buffer.dtype not in (torch.int8, torch.uint8):
-        problem = f"dtype must be int8 or uint8, got {name_of(buffer.dtype)}"
-    elif input.is_cuda and not buffer.is_cuda:
-        problem = f"must be a CUDA tensor, got {buffer.device}"
-    elif buffer.device != input.device:
-        problem = f"its device {buffer.device} does not match input device {input.device}"
-    elif buffer.dim() != 1:
-        problem = f"must be 1-D, got shape {list(buffer.shape)}"
-    elif not buffer.is_contiguous():
-        problem = f"must be contiguous, got stride {buffer.stride(0)}"
-    elif buffer.data_ptr() % _ALIGNMENT:
-        problem = f"must be aligned to {_ALIGNMENT} bytes, got address {buffer.data_ptr():#x}"
-    if problem is not None:
-        raise WorkspaceError(f"workspace_buffer: {problem}")
-    return buffer.view(torch.uint8)
-
-
-def _with_workspace(call: Any, *operands: Any, workspace: Tensor | None, **options: Any) -> Tensor:
-    """Runs `call`, and turns its error about the workspace into one about the workspace_buffer."""
-    try:
-        result: Tensor = call(*operands, workspace=workspace, **options)
-    except ValueError as error:
-        if workspace is None or not str(error).startswith("workspace: "):
-            raise
-        raise WorkspaceError(f"workspace_buffer too small or not apart: {error}") from error
-    return result
-
-
 def cutlass_fused_moe_workspace_size(
     max_num_tokens: int,
     hidden_size: int,
@@ -353,7 +314,7 @@ def cutlass_fused_moe_workspace_size(
     use_deepseek_fp8_block_scale: bool = False,
     use_w4_group_scaling: bool = False,
     use_mxfp8_act_scaling: bool = False,
-    use_fused_finalize: bool = True,
+    use_fused_finalize: bool | None = None,
     use_packed_weights: bool = False,
     use_wfp4afp8_humming: bool = False,
     device: Any = None,

@@ -2,7 +2,7 @@
 scales.
 
 Source: flashinfer/fused_moe/core.py, csrc/fused_moe/cutlass_backend and tests/moe/test_trtllm_cutlass_fused_moe.py of
-0.6.11 and 0.7.2. Rows of fc1 are [up; gate] in every format.
+0.6.11 and 0.7 (to 0.7.4). Rows of fc1 are [up; gate] in every format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from oxmoe.peers.kept import number
 if TYPE_CHECKING:
     from torch import Tensor
 
-SWIGLU, SITU = 3, 10  # flashinfer's ActivationType; these numbers mean the same in 0.6.11 and 0.7.2
+SWIGLU, SITU = 3, 10  # flashinfer's ActivationType
 SERVED = (
     "bf16, f16 and fp32 weights; float8_e4m3fn weights with one scale (4 quant_scales), with "
     "use_deepseek_fp8_block_scale, or with use_mxfp8_act_scaling; MXFP4 weights with use_w4_group_scaling and 16-bit "
@@ -41,7 +41,9 @@ ACTIVATIONS: dict[str, tuple[str, bool, str, float | None]] = {
 FP32_MAX = 3.4028234663852886e38  # flashinfer's limit if none is given
 # The default numbers of SiTU, flashinfer's DEFAULT_SITU_BETA and DEFAULT_SITU_LINEAR_BETA: Kimi-K3's numbers.
 _SITU = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
-_NUMBERED = {SWIGLU: "Swiglu", SITU: "Situ"}
+# Numbers of flashinfer's ActivationType that mean the same in every release since 0.6.11. 7 to 9 do not: 7 is Identity
+# in 0.6.11 and SwigluStep in 0.7.
+NUMBERED = {0: "Gelu", 2: "Silu", SWIGLU: "Swiglu", 4: "Geglu", 5: "SwigluBias", 6: "Relu2", SITU: "Situ"}
 _PLAIN = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 # Formats whose weights kernels read as they lie: they are described at each call. The others are prepared once.
 AS_THEY_LIE = frozenset((*_PLAIN.values(), "fp8_block", "fp8_tensor"))
@@ -65,15 +67,21 @@ def name_of(dtype: Any) -> str:
 PACKED = ("uint8", "int8", "int64", "int32")
 
 
+def activation_name(activation_type: Any) -> Any:
+    """Returns the name of a member of flashinfer's ActivationType, or of a number that means the same in every release.
+    Anything else is returned as it is."""
+    return getattr(activation_type, "name", None) or NUMBERED.get(activation_type, activation_type)
+
+
 def activation_of(activation_type: Any) -> str:
-    """Returns an activation's name. NOTE: it goes by name: flashinfer 0.6.11 and 0.7.2 number all types but Swiglu
-    and Situ differently."""
-    name = getattr(activation_type, "name", None) or _NUMBERED.get(activation_type, activation_type)
+    """Returns an activation's name. NOTE: numbers whose meaning changed between flashinfer's releases are refused."""
+    name = activation_name(activation_type)
     if name not in ACTIVATIONS:
-        others = ", ".join(other for other in ACTIVATIONS if other not in _NUMBERED.values())
+        numbers = ", ".join(f"{other} ({number})" for number, other in NUMBERED.items())
+        others = " and ".join(other for other in ACTIVATIONS if other not in NUMBERED.values())
         raise NotImplementedError(
-            f"activation_type: no kernel for {name!r}; served are flashinfer's ActivationType.Swiglu (3) and Situ (10) "
-            f"and, as members of the enumeration, {others}"
+            f"activation_type: no kernel for {name!r}; served are flashinfer's ActivationType {numbers} and, as "
+            f"members of the enumeration, {others}"
         )
     return str(name)
 

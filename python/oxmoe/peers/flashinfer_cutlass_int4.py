@@ -1,7 +1,7 @@
 """int4 weights of flashinfer's `cutlass_fused_moe`, which it runs on Hopper as W4A8: what becomes of their scales.
 
 Source: flashinfer/fused_moe/prepare.py, csrc/fused_moe/cutlass_backend and tests/moe/test_trtllm_cutlass_fused_moe.py
-of 0.6.11 and 0.7.2. There a GEMM reads e4m3(input * activation scale of the column), and its sums are multiplied by the
+of 0.6.11 and 0.7. There a GEMM reads e4m3(input * activation scale of the column), and its sums are multiplied by the
 expert's alpha. oxmoe does not round to e4m3. So alphas and activation scales become factors of the weights' scales. The
 exception is a scale of fc1's input that differs within a group of columns: the input is multiplied by it at each call.
 """

@@ -1,6 +1,6 @@
 """flashinfer's layers that exist for Hopper only: `mono_moe` (fp8 blocks, few tokens) and `cute_dsl_fused_moe_bf16`.
 
-Source: flashinfer/fused_moe/monomoe.py and cute_dsl/sm90_fused_moe.py of 0.7.2.
+Source: flashinfer/fused_moe/monomoe.py and cute_dsl/sm90_fused_moe.py of 0.7.2 and 0.7.4.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def mono_moe(
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """flashinfer's call (0.7.2). It runs the layer on activations_in bf16 [M, K] from router_logits [M, E], with fp8
-    experts.
+    """flashinfer's call (0.7.2 and 0.7.4). It runs the layer on activations_in bf16 [M, K] from router_logits [M, E],
+    with fp8 experts.
 
     expert_weights_up is float8_e4m3fn [E, 2N, K] with rows [gate; up], and expert_weights_down is [E, K, N]. Scales
     are fp32, for blocks of 128 x 128. The call takes every E, N, K and M that `moe` takes; flashinfer has E 256, N
@@ -123,8 +123,8 @@ def cute_dsl_fused_moe_bf16(
     intermediate_buffer: Tensor | None = None,
     tactic: Any = None,
 ) -> Tensor:
-    """flashinfer's call (0.7.2). It runs the layer on x bf16 or f16 [T, H] with given global ids int32 [T, top_k]
-    and fp32 gates.
+    """flashinfer's call (0.7.2 and 0.7.4). It runs the layer on x bf16 or f16 [T, H] with given global ids int32
+    [T, top_k] and fp32 gates.
 
     w1_weight is [El, 2I, H], with 32 rows of up and the 32 rows of gate that belong to them in turn
     (interleave_up_gate_sm90); with Relu2 it is [El, I, H]. w2_weight is [El, H, I]. The first call with w1_weight

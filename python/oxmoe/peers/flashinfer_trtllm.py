@@ -1,13 +1,15 @@
-"""flashinfer's `trtllm_fp8_block_scale_moe` and its pre-routed form, of 0.6.11 and 0.7.2, served by `moe`."""
+"""flashinfer's `trtllm_fp8_block_scale_moe` and its pre-routed form, of 0.6.11 to 0.7.4, served by `moe`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
 from oxmoe.operands import check_tensor
+from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
     DEEPSEEK_ROWS,
@@ -22,10 +24,12 @@ from oxmoe.peers.flashinfer_trtllm_routing import (
     by_ids,
     by_logits,
     check_experts,
+    chosen_per_token,
     local_experts,
     routing_options,
 )
 from oxmoe.peers.kept import Cache, number
+from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -34,6 +38,9 @@ if TYPE_CHECKING:
 # flashinfer's enumerations, as far as both versions number them alike.
 DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
 SWIGLU = 3  # ActivationType
+# Activations that flashinfer has for MxFp8, of those that are served.
+_OF_MXFP8 = ("Swiglu", "SwigluStep", "Geglu", "Relu2")
+_SERVED = "Swiglu (3) and with MxFp8 Geglu (4), Relu2 (6) and, as a member of the enumeration, SwigluStep"
 _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale"
 cache = Cache()
 
@@ -52,12 +59,14 @@ def prepare_trtllm_fp8_block_scale_moe(
     fp8_quantization_type: Any = DEEPSEEK_FP8,
     gemm1_bias: Tensor | None = None,
     gemm2_bias: Tensor | None = None,
+    activation_type: Any = SWIGLU,
 ) -> ExpertWeights:
     """ExpertWeights of what `trtllm_fp8_block_scale_moe` takes: made once, at load.
 
     gemm1 float8_e4m3fn [El, 2I, H], rows [up; gate], and gemm2 [El, H, I], or with weight_layout BlockMajorK (2)
     [El, H / 128, 2I, 128] and [El, I / 128, H, 128], with use_shuffled_weight their rows shuffled; biases [El, 2I] and
-    [El, H] in the same order. Shuffled or blocked weights are copied.
+    [El, H] in the same order. activation_type: Swiglu (3), and with MxFp8 Geglu (4), flashinfer's SwigluStep, and
+    Relu2 (6), which has gemm1 [El, I, H]. Shuffled or blocked weights are copied.
 
     DeepSeekFp8: scales fp32 [El, 2I / 128, H / 128] and [El, H / 128, I / 128], never shuffled; a shuffle is
     shuffle_matrix_a with epilogue_tile_m 64. MxFp8: scales uint8 (E8M0) [El, 2I, H / 32] and [El, H, I / 32]; with
@@ -68,10 +77,11 @@ def prepare_trtllm_fp8_block_scale_moe(
     (w13, w13_scale), (w2, w2_scale) = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
     b13, b2 = gemm1_bias, gemm2_bias
     layout, mxfp8 = int(weight_layout), int(fp8_quantization_type) == MXFP8
+    options = _activation(activation_type, mxfp8, gemm1_alpha, gemm1_beta, gemm1_clamp_limit)
     if layout not in (MAJOR_K, BLOCK_MAJOR_K):
         raise NotImplementedError(f"weight_layout: no kernel for {layout}; served are MajorK (0) and BlockMajorK (2)")
     if use_shuffled_weight and mxfp8:
-        w13, w13_scale = plain_mxfp8(w13, w13_scale, gated=True, weight_layout=layout)
+        w13, w13_scale = plain_mxfp8(w13, w13_scale, gated=options["gated"], weight_layout=layout)
         w2, w2_scale = plain_mxfp8(w2, w2_scale, gated=False, weight_layout=layout)
     elif use_shuffled_weight:
         w13, w2 = (unshuffled(major_k(w, layout), DEEPSEEK_ROWS) for w in (w13, w2))
@@ -79,13 +89,43 @@ def prepare_trtllm_fp8_block_scale_moe(
         w13, w2 = (major_k(w, layout) for w in (w13, w2))
     if use_shuffled_weight or layout == BLOCK_MAJOR_K:
         of_shuffle = (SHUFFLED_ROWS if mxfp8 else DEEPSEEK_ROWS) if use_shuffled_weight else None
-        b13, b2 = plain_biases(b13, of_shuffle, gated=mxfp8), plain_biases(b2, of_shuffle)
+        b13 = plain_biases(b13, of_shuffle, gated=mxfp8 and options["gated"])
+        b2 = plain_biases(b2, of_shuffle)
         if not (use_shuffled_weight and mxfp8):
             w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
-    given = {"alpha": number(gemm1_alpha), "beta": number(gemm1_beta), "limit": number(gemm1_clamp_limit)}
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     make = ExpertWeights.mxfp8 if mxfp8 else ExpertWeights.fp8_block
-    return make(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, layout="up_gate", **options)
+    return make(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
+
+
+def _known(activation_type: Any, *, mxfp8: bool) -> bool:
+    """Whether experts of this quantisation have the activation: a name, a number, or a member of flashinfer's
+    ActivationType."""
+    return activation_name(activation_type) in (_OF_MXFP8 if mxfp8 else _OF_MXFP8[:1])
+
+
+def _activation(
+    activation_type: Any,
+    mxfp8: bool,
+    alpha: Tensor | None,
+    beta: Tensor | None,
+    limit: Tensor | None,
+    read: Callable[[Any], Any] = number,
+) -> dict[str, Any]:
+    """Returns options of ExpertWeights. read: what is made of the tensors of numbers."""
+    if not _known(activation_type, mxfp8=mxfp8):
+        raise NotImplementedError(f"activation_type: no kernel for {activation_type!r}; served are {_SERVED}")
+    name = activation_of(activation_type)
+    function, gated, clamp, default = ACTIVATIONS[name]
+    numbers = {"gemm1_alpha": alpha, "gemm1_beta": beta, "gemm1_clamp_limit": limit}
+    taken = {"Swiglu": tuple(numbers), "SwigluStep": ("gemm1_clamp_limit",)}.get(name, ())
+    others = [number for number, value in numbers.items() if value is not None and number not in taken]
+    if others:
+        raise ValueError(f"{', '.join(others)}: {name} takes {', '.join(taken) or 'no such numbers'}")
+    given = {"alpha": read(alpha), "beta": read(beta), "limit": default if limit is None else read(limit)}
+    options: dict[str, Any] = {"activation": function, "gated": gated, "clamp": clamp}
+    if gated:
+        options["layout"] = "up_gate"
+    return options | {option: value for option, value in given.items() if value is not None}
 
 
 def _refuse(function: str, unserved: dict[str, bool]) -> None:
@@ -93,7 +133,7 @@ def _refuse(function: str, unserved: dict[str, bool]) -> None:
         given = ", ".join(name for name, used in unserved.items() if used)
         raise NotImplementedError(
             f"{function}: no kernel for {given}; served: fp8_quantization_type DeepSeekFp8 and MxFp8, activation_type "
-            "Swiglu, do_finalize"
+            f"{_SERVED}, do_finalize"
         )
 
 
@@ -144,6 +184,7 @@ def _run(
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     valid_sizes: tuple[int | None, int | None] = (None, None),
     unserved: dict[str, bool],
+    workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
 ) -> Tensor:
     """Runs the layer. `routing` has the options of `moe` that route its tokens."""
@@ -156,7 +197,7 @@ def _run(
         function,
         {
             f"fp8_quantization_type {quantization}": quantization not in (DEEPSEEK_FP8, MXFP8),
-            f"activation_type {activation_type!r}": int(activation_type) != SWIGLU,
+            f"activation_type {activation_type!r}": not _known(activation_type, mxfp8=quantization == MXFP8),
             "do_finalize=False": not do_finalize,
             "valid_hidden_size, valid_intermediate_size": any(
                 valid not in (None, size) for valid, size in zip(valid_sizes, sizes, strict=True)
@@ -168,15 +209,19 @@ def _run(
     if weights is not None:
         check_experts("weights", weights.num_experts, local_num_experts)
         x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
-        return moe(x, weights, **routing, x_scale=x_scale, out=output)
+        workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
+        return with_workspace(moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=output)
     for name, gemm in zip(_GEMMS, gemms, strict=True):
         check_tensor(name, gemm)
     if gemms[0].ndim:
         check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
-    of_experts = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
-    form = {"quantization": quantization, "shuffled": use_shuffled_weight, "weight_layout": int(weight_layout)}
-    call = _traced_layer if tracing() else layer
-    return call(hidden_states, hidden_states_scale, *gemms, **form, **of_experts, **routing, out=output)
+    of_experts: dict[str, Any] = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))
+    form: dict[str, Any] = {"quantization": quantization, "shuffled": use_shuffled_weight}
+    form |= {"weight_layout": int(weight_layout), "activation": activation_of(activation_type)}
+    operands = hidden_states, hidden_states_scale, *gemms
+    if tracing():
+        return _traced_layer(*operands, **form, **of_experts, **routing, out=output)
+    return layer(*operands, **form, **of_experts, **routing, out=output, workspace_buffer=workspace_buffer)
 
 
 def layer(
@@ -195,14 +240,17 @@ def layer(
     limit: Tensor | None = None,
     b13: Tensor | None = None,
     b2: Tensor | None = None,
+    activation: str = "Swiglu",
     out: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     **routing: Any,
 ) -> Tensor:
     """Runs the layer on flashinfer's tensors, past the operators. `routing` has options of `moe`."""
     gemms = w13, w13_scale, w2, w2_scale
-    weights = _weights(gemms, quantization, shuffled, weight_layout, (alpha, beta, limit), (b13, b2))
+    weights = _weights(gemms, quantization, shuffled, weight_layout, activation, (alpha, beta, limit), (b13, b2))
     x, x_scale = _tokens(x, x_scale, weights, quantization)
-    return _oxmoe.moe(x, weights, **routing, x_scale=x_scale, out=out)
+    workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
+    return with_workspace(_oxmoe.moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=out)
 
 
 def _traced_layer(*operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -221,21 +269,22 @@ def _weights(
     quantization: int,
     shuffled: bool,
     layout: int,
-    activation: tuple[Tensor | None, Tensor | None, Tensor | None],
+    activation: str,
+    numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     biases: tuple[Tensor | None, Tensor | None],
 ) -> ExpertWeights:
     plain = not shuffled and layout == MAJOR_K
     if plain and (quantization != MXFP8 or not gemms[0].is_cuda):
         # These weights are described at every call: a cache would keep the caller's weights alive.
-        pairs = zip(("alpha", "beta", "limit"), activation, strict=True)
-        of_experts: dict[str, Any] = {name: value for name, value in pairs if value is not None}
+        of_experts = _activation(activation, quantization == MXFP8, *numbers, read=lambda tensor: tensor)
         w13, w13_scale, w2, w2_scale = gemms
         make = ExpertWeights.mxfp8 if quantization == MXFP8 else ExpertWeights.fp8_block
-        return make(w13, w2, w13_scale, w2_scale, b13=biases[0], b2=biases[1], layout="up_gate", **of_experts)
+        return make(w13, w2, w13_scale, w2_scale, b13=biases[0], b2=biases[1], **of_experts)
     names = "gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit", "gemm1_bias", "gemm2_bias"
-    others = *activation, *biases
+    others = *numbers, *biases
     options: dict[str, Any] = dict(zip(names, others, strict=True))
-    form = {"use_shuffled_weight": shuffled, "weight_layout": layout, "fp8_quantization_type": quantization}
+    form: dict[str, Any] = {"use_shuffled_weight": shuffled, "weight_layout": layout}
+    form |= {"fp8_quantization_type": quantization, "activation_type": activation}
     return cache.get(
         gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form, **options)
     )
@@ -278,9 +327,10 @@ def trtllm_fp8_block_scale_moe(
     valid_intermediate_size: int | None = None,
     gemm1_bias: Tensor | None = None,
     gemm2_bias: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
-    """flashinfer's call: bf16 [T, H]. What follows fp8_quantization_type is by keyword: 0.7.2 put a parameter there.
+    """flashinfer's call: bf16 [T, H]. What follows fp8_quantization_type is by keyword: 0.7 put a parameter there.
 
     routing_logits fp32, bf16 or f16 [T, num_experts], routed as `routing_options` says; weights are not rounded to
     bf16, as flashinfer's are. fp8_quantization_type: DeepSeekFp8 (1) or MxFp8 (2). hidden_states float8_e4m3fn [T, H]
@@ -289,9 +339,14 @@ def trtllm_fp8_block_scale_moe(
     at the first call and kept while they live (`oxmoe.peers.flashinfer_trtllm.cache`): a second copy. weights: what
     that function made (then the four tensors and what belongs to them are not looked at), which also spares describing
     them at every call. gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 [El], as ExpertWeights' alpha, beta and limit.
+    activation_type: Swiglu (3), and with MxFp8 Geglu (4), Relu2 (6) and the member SwigluStep of flashinfer's
+    ActivationType.
+    SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
 
     Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
-    the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. enable_pdl and tune_max_num_tokens
+    the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. workspace_buffer: uint8 or int8,
+    256-byte aligned; if it has `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the
+    call allocates its own. It is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens
     have no meaning here.
     """
     routing = routing_options(
@@ -324,6 +379,7 @@ def trtllm_fp8_block_scale_moe(
         biases=(gemm1_bias, gemm2_bias),
         valid_sizes=(valid_hidden_size, valid_intermediate_size),
         unserved={"num_fused_shared_experts": bool(num_fused_shared_experts)},
+        workspace_buffer=workspace_buffer,
         weights=weights,
     )
 
@@ -361,6 +417,7 @@ def trtllm_fp8_block_scale_routed_moe(
     gemm1_clamp_limit: Tensor | None = None,
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
+    workspace_buffer: Tensor | None = None,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
     """flashinfer's call with experts that were chosen before: bf16 [T, H]. What follows enable_pdl is by keyword.
@@ -388,5 +445,6 @@ def trtllm_fp8_block_scale_routed_moe(
         activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
         valid_sizes=(valid_hidden_size, valid_intermediate_size),
         unserved={"gemm1_lora_delta": gemm1_lora_delta is not None},
+        workspace_buffer=workspace_buffer,
         weights=weights,
     )

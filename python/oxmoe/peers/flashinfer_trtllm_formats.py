@@ -1,7 +1,7 @@
 """flashinfer's trtllm-gen layers of bf16, of fp8 with one scale, and of MXFP4 and NVFP4 weights, served by `moe`.
 
-Source: flashinfer/fused_moe/core.py and tests/moe/trtllm_gen_fused_moe_utils.py of 0.6.18 and 0.7.2. Rows of w13 are
-[up; gate] before flashinfer's shuffles.
+Source: flashinfer/fused_moe/core.py of 0.6.18, 0.7.2 and 0.7.4, and tests/moe/trtllm_gen_fused_moe_utils.py of 0.6.18.
+Rows of w13 are [up; gate] before flashinfer's shuffles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,16 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
     major_k,
     unshuffled,
 )
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids, by_logits, check_experts, local_experts, routing_options
+from oxmoe.peers.flashinfer_trtllm_routing import (
+    by_ids,
+    by_logits,
+    check_experts,
+    chosen_per_token,
+    local_experts,
+    routing_options,
+)
 from oxmoe.peers.kept import Cache, number
+from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -46,6 +54,10 @@ def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Te
         return {"activation": function, "gated": gated, "layout": "up_gate", **bounds}
     if limits is not None and given["limit"] is not None:
         given = {**given, "limit": given["limit"].float() * limits}
+    if name == "SwigluStep":
+        unserved = [f"gemm1_{option}" for option in ("alpha", "beta") if given[option] is not None]
+        if unserved:
+            raise ValueError(f"{', '.join(unserved)}: SwigluStep takes gemm1_clamp_limit alone")
     numbers = {option: number(value) for option, value in given.items()}
     if numbers["limit"] is None:
         numbers["limit"] = default
@@ -68,12 +80,14 @@ def layer(
     experts: tuple[int, int, int],
     refused: dict[str, bool],
     output: Tensor | None,
+    workspace_buffer: Tensor | None = None,
     copies: bool = True,
 ) -> Tensor:
     """Runs the layer of weights that were prepared, or that `make` makes of `owners` and `options`.
 
     experts: num_experts, local_expert_offset, local_num_experts. refused: name of each argument that is not served ->
-    whether the caller uses it. copies: `make` copies the owners, and its result is kept while they live.
+    whether the caller uses it. workspace_buffer: a buffer that is large enough is the workspace. copies: `make` copies
+    the owners, and its result is kept while they live.
     """
     if any(refused.values()):
         given = ", ".join(name for name, used in refused.items() if used)
@@ -95,7 +109,8 @@ def layer(
             weights = cache.get(owners, tuple(tensors.values()), key, lambda: make(*owners, **options))
         else:
             weights = make(*owners, **options)
-    return moe(x, weights, **routing, x_scale=x_scale, out=output)
+    workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
+    return with_workspace(moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=output)
 
 
 def three_dimensions(**weights: Tensor) -> None:
@@ -174,6 +189,7 @@ def trtllm_bf16_moe(
     gemm1_beta: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
     output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
@@ -183,7 +199,9 @@ def trtllm_bf16_moe(
     `prepare_trtllm_bf16_moe`: they are made plain at the first call, and the copy is kept while the tensors live
     (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made; the two tensors and what belongs
     to them are not looked at then. Under torch.compile it is needed. activation_type: Swiglu (3), Situ (10), or an
-    ActivationType by name. Experts local_expert_offset to local_expert_offset + local_num_experts are held here.
+    ActivationType by name. SwigluStep takes gemm1_clamp_limit alone, by default 7. Experts local_expert_offset to
+    local_expert_offset + local_num_experts are held here. workspace_buffer: uint8 or int8, 256-byte aligned; if it has
+    `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the call allocates its own.
     enable_pdl and tune_max_num_tokens have no meaning here.
     """
     routing = by_method(
@@ -193,7 +211,7 @@ def trtllm_bf16_moe(
     return _bf16(
         "trtllm_bf16_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), not_finalized(do_finalize), output, weights,
+        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), not_finalized(do_finalize), output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -223,6 +241,7 @@ def trtllm_bf16_routed_moe(
     gemm1_beta: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
     output: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
@@ -238,7 +257,7 @@ def trtllm_bf16_routed_moe(
     return _bf16(
         "trtllm_bf16_routed_moe", by_ids(topk_ids, top_k), hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, weights,
+        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -255,6 +274,7 @@ def _bf16(
     numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     refused: dict[str, bool],
     output: Tensor | None,
+    workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
 ) -> Tensor:
     options = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
@@ -262,7 +282,7 @@ def _bf16(
     form["activation_type"] = activation_of(activation_type)
     return layer(
         function, routing, hidden_states, None, weights, prepare_trtllm_bf16_moe, (gemm1_weights, gemm2_weights),
-        {**form, **options}, experts=experts, refused=refused, output=output,
+        {**form, **options}, experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
         copies=form["use_shuffled_weight"] or form["weight_layout"] == BLOCK_MAJOR_K,
     )  # fmt: skip
 
@@ -370,6 +390,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     routing_replay_out: Tensor | None = None,
     output: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
@@ -387,7 +408,7 @@ def trtllm_fp8_per_tensor_scale_moe(
         output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
         (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
         not_finalized(do_finalize),
-        activation_type, gemm1_clamp_limit, output, weights,
+        activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -417,6 +438,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     routing_replay_out: Tensor | None = None,
     output: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> Tensor:
@@ -430,7 +452,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         "trtllm_fp8_per_tensor_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states, gemm1_weights,
         output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
         (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
-        not_finalized(do_finalize) | refused, activation_type, gemm1_clamp_limit, output, weights,
+        not_finalized(do_finalize) | refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -449,6 +471,7 @@ def _per_tensor(
     activation_type: Any,
     gemm1_clamp_limit: Tensor | None,
     output: Tensor | None,
+    workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
 ) -> Tensor:
     import torch
@@ -465,5 +488,5 @@ def _per_tensor(
     one = torch.ones(1, dtype=torch.float32, device=hidden_states.device)
     return layer(
         function, routing, hidden_states, one, weights, prepare_trtllm_fp8_per_tensor_scale_moe, owners, options,
-        experts=experts, refused=refused, output=output,
+        experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
     )  # fmt: skip

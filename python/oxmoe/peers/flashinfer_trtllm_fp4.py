@@ -34,6 +34,12 @@ def _block(weights: Tensor, scale: Tensor) -> int:
     return block
 
 
+def _ones(numbers: Tensor | None) -> bool:
+    """Whether all of the numbers are 1."""
+    shared = None if numbers is None else number(numbers.float().reshape(-1))
+    return isinstance(shared, float) and shared == 1
+
+
 def prepare_trtllm_fp4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -60,7 +66,8 @@ def prepare_trtllm_fp4_block_scale_moe(
     NVFP4 (W4A4): output1_scale_gate_scalar and output2_scale_scalar, fp32 [El], dequantise the sums of the GEMMs;
     output1_scale_scalar is the first times the number that quantises GEMM1's output (without a gate that number
     alone), the smallest of the experts'. With Situ, too, it is that number alone. Biases, alpha, beta and limit are
-    refused there, except Situ's alpha and beta, which bound dequantised numbers. MXFP4 takes no such scalars but ones.
+    refused there, except an alpha of ones, Situ's alpha and beta, which bound dequantised numbers, and SwigluStep's
+    limit, which is in units of GEMM1's sums before output1_scale_gate_scalar. MXFP4 takes no such scalars but ones.
     gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`.
     """
     import torch
@@ -69,7 +76,9 @@ def prepare_trtllm_fp4_block_scale_moe(
     three_dimensions(gemm2_weights=gemm2_weights)
     check_tensor("gemm2_weights_scale", gemm2_weights_scale)
     numbers = {"alpha": gemm1_alpha, "beta": gemm1_beta, "limit": gemm1_clamp_limit}
-    options = activation(activation_type, numbers)
+    step = activation_of(activation_type) == "SwigluStep"
+    of_limits = output1_scale_gate_scalar if step and block == 16 else None
+    options = activation(activation_type, numbers, None if of_limits is None else of_limits.float().reshape(-1))
     gated, situ = options["gated"], options["activation"] == "situ"
     (w13, w13_scale), (w2, w2_scale) = (
         plain_blocks(
@@ -87,15 +96,16 @@ def prepare_trtllm_fp4_block_scale_moe(
     }
     if block == 32:
         for name, scalar in scalars.items():
-            if scalar is not None and number(scalar.float().reshape(-1)) != 1:
+            if scalar is not None and not _ones(scalar):
                 raise NotImplementedError(f"{name}: no kernel for MXFP4 weights with other numbers than 1")
         b13, b2 = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
     given = {
         "gemm1_bias": gemm1_bias,
-        "gemm1_alpha": None if situ else gemm1_alpha,
+        # flashinfer's own preparation gives ones.
+        "gemm1_alpha": None if situ or _ones(gemm1_alpha) else gemm1_alpha,
         "gemm1_beta": None if situ else gemm1_beta,
-        "gemm1_clamp_limit": gemm1_clamp_limit,
+        "gemm1_clamp_limit": None if step else gemm1_clamp_limit,
         "gemm2_bias": gemm2_bias,
     }
     if any(value is not None for value in given.values()):
@@ -164,6 +174,8 @@ def trtllm_fp4_block_scale_moe(
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
     hidden_states_scale_layout: Any = None,
+    workspace_buffer: Tensor | None = None,
+    nvfp4_4over6: Any = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> list[Tensor]:
@@ -194,12 +206,13 @@ def trtllm_fp4_block_scale_moe(
     refused = {
         **not_finalized(do_finalize),
         "per_token_scale": per_token_scale is not None,
+        "nvfp4_4over6": nvfp4_4over6 is not None,
         "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
     return _fp4(
         "trtllm_fp4_block_scale_moe", routing, hidden_states, hidden_states_scale, gemms, options,
         (num_experts, local_expert_offset, local_num_experts), refused, (valid_hidden_size, valid_intermediate_size),
-        intermediate_size, hidden_states_scale_layout, output, weights,
+        intermediate_size, hidden_states_scale_layout, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -240,6 +253,9 @@ def trtllm_fp4_block_scale_routed_moe(
     valid_intermediate_size: int | None = None,
     num_fused_shared_experts: int | None = None,
     hidden_states_scale_layout: Any = None,
+    workspace_buffer: Tensor | None = None,
+    nvfp4_4over6: Any = None,
+    routing_metadata: Any = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> list[Tensor]:
@@ -263,13 +279,16 @@ def trtllm_fp4_block_scale_routed_moe(
     refused = {
         **not_finalized(do_finalize),
         "per_token_scale": per_token_scale is not None,
+        "nvfp4_4over6": nvfp4_4over6 is not None,
+        "routing_metadata": routing_metadata is not None,
         "gemm1_lora_delta": gemm1_lora_delta is not None,
         "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
     return _fp4(
         "trtllm_fp4_block_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states, hidden_states_scale, gemms,
         options, (num_experts, local_expert_offset, local_num_experts), refused,
-        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output, weights,
+        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
+        workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -286,6 +305,7 @@ def _fp4(
     intermediate_size: int,
     scale_layout: Any,
     output: Tensor | None,
+    workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
 ) -> list[Tensor]:
     check_tensor("hidden_states", hidden_states, "T", "H")
@@ -323,6 +343,6 @@ def _fp4(
     return [
         layer(
             function, routing, hidden_states, scale, weights, prepare_trtllm_fp4_block_scale_moe, gemms, options,
-            experts=experts, refused=refused, output=output,
+            experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
         )
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """flashinfer's `trtllm_mxint4_block_scale_moe` and its pre-routed form, served by `moe` as int4 experts (W4A16).
 
-Source: flashinfer/fused_moe/core.py and prepare.py of 0.7.2, and tests/moe/trtllm_gen_fused_moe_utils.py of 0.6.18.
+Source: flashinfer/fused_moe/core.py and prepare.py of 0.7.4, and tests/moe/trtllm_gen_fused_moe_utils.py of 0.6.18.
 Rows of w13 are [up; gate] before flashinfer's shuffles, and the activation is Swiglu.
 """
 
@@ -109,6 +109,7 @@ def trtllm_mxint4_block_scale_moe(
     routing_replay_out: Tensor | None = None,
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> list[Tensor]:
@@ -126,7 +127,8 @@ def trtllm_mxint4_block_scale_moe(
         "trtllm_mxint4_block_scale_moe", routing, hidden_states,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
         (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
-        not_finalized(do_finalize), (valid_hidden_size, valid_intermediate_size), intermediate_size, output, weights,
+        not_finalized(do_finalize), (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
+        workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -156,6 +158,7 @@ def trtllm_mxint4_block_scale_routed_moe(
     tune_max_num_tokens: int = 8192,
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
+    workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
 ) -> list[Tensor]:
@@ -169,7 +172,8 @@ def trtllm_mxint4_block_scale_routed_moe(
         "trtllm_mxint4_block_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
         (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
-        refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output, weights,
+        refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
+        workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -184,6 +188,7 @@ def _mxint4(
     valid_sizes: tuple[int | None, int | None],
     intermediate_size: int,
     output: Tensor | None,
+    workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
 ) -> list[Tensor]:
     check_tensor("hidden_states", hidden_states, "T", "H")
@@ -202,6 +207,6 @@ def _mxint4(
     return [
         layer(
             function, routing, hidden_states, None, weights, prepare_trtllm_mxint4_block_scale_moe, gemms, options,
-            experts=experts, refused=refused, output=output,
+            experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
         )
     ]  # fmt: skip

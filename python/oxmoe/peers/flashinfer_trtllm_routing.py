@@ -11,7 +11,7 @@ from oxmoe.peers.packed_topk import unpack_topk
 if TYPE_CHECKING:
     from torch import Tensor
 
-# NOTE: 9 is TopKSigmoid in 0.7.2 and Unspecified, which it refuses, in 0.6.11.
+# NOTE: 9 is TopKSigmoid in 0.7 and Unspecified, which it refuses, in 0.6.11.
 _METHODS = (
     "Default",
     "Renormalize",
@@ -106,6 +106,12 @@ def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, An
     if ids.dim() != 2 or ids.shape[1] != top_k:
         raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
     return {"topk_weights": chosen, "topk_ids": ids}
+
+
+def chosen_per_token(routing: dict[str, Any]) -> int:
+    """Returns how many experts these options of `moe` choose for a token."""
+    ids = routing.get("topk_ids")
+    return int(routing["top_k"] if ids is None else ids.shape[1])
 
 
 def local_experts(function: str, num_experts: int, local_expert_offset: int, local_num_experts: int) -> dict[str, int]:

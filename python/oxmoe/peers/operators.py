@@ -55,7 +55,8 @@ define(
 _LAYER = (
     "Tensor x, Tensor? x_scale, Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, *, "
     "int quantization, bool shuffled, int weight_layout, Tensor? alpha=None, Tensor? beta=None, Tensor? limit=None, "
-    "Tensor? b13=None, Tensor? b2=None, Tensor? topk_weights=None, Tensor? topk_ids=None, Tensor? router_logits=None, "
+    'Tensor? b13=None, Tensor? b2=None, str activation="Swiglu", Tensor? topk_weights=None, Tensor? topk_ids=None, '
+    "Tensor? router_logits=None, "
     'int top_k=0, str scoring_func="softmax", bool renormalize=True, Tensor? correction_bias=None, '
     "int num_expert_group=0, int topk_group=0, float routed_scaling_factor=1.0, int ep_size=1, int ep_rank=0"
 )

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 from typing import Any
 
+import flashinfer_layouts
 import pytest
 import torch
 
@@ -28,10 +29,11 @@ def get_compute_capability(device: Any = None) -> tuple[int, int]:
 
 class ActivationType(enum.IntEnum):
     Gelu, Relu, Silu, Swiglu, Geglu, SwigluBias, Relu2, SwigluStep, GegluTanh, Identity, Situ, InvalidType = range(12)
+    ClampedRelu2, PowLU = 12, 13
 
     @property
     def is_gated(self) -> bool:
-        return self.name in ("Swiglu", "Geglu", "SwigluBias", "SwigluStep", "GegluTanh", "Situ")
+        return self.name in ("Swiglu", "Geglu", "SwigluBias", "SwigluStep", "GegluTanh", "Situ", "PowLU")
 
 
 class RoutingMethodType(enum.IntEnum):
@@ -88,10 +90,10 @@ def _scale_layout(layout: Any) -> dict[str, bool]:
 
 
 def mxfp4_quantize(
-    a: torch.Tensor, backend: str = "cuda", enable_pdl: Any = None, sfLayout: Any = 0
+    a: torch.Tensor, backend: str = "auto", enable_pdl: Any = None, sfLayout: Any = 0, *, batch_invariant: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    options = _scale_layout(sfLayout)
-    return oxmoe.nvfp4.fp4_quantize(a, sf_vec_size=32, sf_use_ue8m0=True, backend=backend, **options)
+    options = _scale_layout(sfLayout) | {"backend": backend, "batch_invariant": batch_invariant}
+    return oxmoe.nvfp4.fp4_quantize(a, sf_vec_size=32, sf_use_ue8m0=True, **options)
 
 
 def nvfp4_quantize(
@@ -101,16 +103,18 @@ def nvfp4_quantize(
     do_shuffle: bool = False,
     sf_vec_size: int = 16,
     enable_pdl: Any = None,
-    backend: str = "cuda",
+    backend: str = "auto",
     per_token_activation: bool = False,
     expanded_idx_to_permuted_idx: Any = None,
+    batch_invariant: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if do_shuffle or per_token_activation or any(value is not None for value in others.values()):
         pytest.skip("not served: nvfp4_quantize with do_shuffle, per_token_activation or nvfp4_4over6")
     if not isinstance(a_global_sf, torch.Tensor):
         a_global_sf = torch.tensor([a_global_sf], dtype=torch.float32, device=a.device)
-    return oxmoe.nvfp4.fp4_quantize(a, a_global_sf, sf_vec_size, backend=backend, **_scale_layout(sfLayout))
+    options = _scale_layout(sfLayout) | {"backend": backend, "batch_invariant": batch_invariant}
+    return oxmoe.nvfp4.fp4_quantize(a, a_global_sf, sf_vec_size, **options)
 
 
 def nvfp4_batched_quantize(
@@ -120,7 +124,9 @@ def nvfp4_batched_quantize(
     return torch.stack([codes for codes, _ in batches]), torch.stack([scales.reshape(-1) for _, scales in batches])
 
 
-def block_scale_interleave(scales: torch.Tensor) -> torch.Tensor:
+def block_scale_interleave(scales: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    if out is not None:
+        return out.copy_(block_scale_interleave(scales))
     if scales.dtype == torch.bfloat16:  # the low bytes, then the high bytes
         halves = scales.contiguous().view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
         made = [block_scale_interleave(half.contiguous()) for half in halves]
@@ -243,6 +249,7 @@ NAMES: dict[str, Any] = {
     **{name: getattr(oxmoe, name) for name in oxmoe.__all__ if hasattr(oxmoe, name)},
     **{name: getattr(oxmoe.nvfp4, name) for name in oxmoe.nvfp4.__all__},
     **{name: getattr(flashinfer_hopper, name) for name in ("has_monomoe", "alloc_scratchpad")},
+    **flashinfer_layouts.NAMES,
     "mm_mxfp8": MmMxfp8(),
     "per_token_group_quant_8bit": oxmoe.quantize.per_token_group_quant_fp8,
     "interleave_moe_weights_for_sm90_mixed_gemm": interleave_weights,

@@ -72,7 +72,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-__version__ = "0.7.2"
+__version__ = "0.7.4"
 sys.meta_path.insert(0, _Finder())
 sys.modules[__name__].__class__ = _Module
 importlib.import_module("flashinfer_served")

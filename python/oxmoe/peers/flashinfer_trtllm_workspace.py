@@ -1,0 +1,93 @@
+"""The size of the workspace_buffer of flashinfer's trtllm-gen calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from oxmoe import _oxmoe
+from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# flashinfer's quant_mode -> the format of ExpertWeights.
+_FORMATS = {
+    "bf16": "bf16",
+    "fp8_per_tensor": "fp8_tensor-static",
+    "fp8_block_scale": "fp8_block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4-a4",
+    "mxfp4_bf16": "mxfp4",
+    "mxint4": "int4",
+}
+_UNSERVED = ("fp8_per_channel", "mxfp4_mxfp8")
+
+
+def trtllm_fused_moe_workspace_size(
+    max_num_tokens: int,
+    hidden_size: int,
+    intermediate_size: int,
+    num_experts: int,
+    top_k: int,
+    *,
+    quant_mode: str,
+    local_num_experts: int | None = None,
+    num_fused_shared_experts: int = 0,
+    activation_type: Any = SWIGLU,
+    use_shuffled_weight: bool = True,
+    weight_layout: int | None = None,
+    use_routing_scales_on_input: bool = False,
+    use_per_token_scale: bool = False,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
+    gemm1_weights: Tensor | None = None,
+    gemm1_weights_scale: Tensor | None = None,
+    gemm2_weights: Tensor | None = None,
+    gemm2_weights_scale: Tensor | None = None,
+    device: Any = None,
+    tactic: Any = None,
+) -> int:
+    """Bytes of the workspace_buffer that the `trtllm_*_moe` calls use for up to max_num_tokens tokens: exact, never
+    decreasing in them, the same on every GPU. device: "cpu" for a CPU, where NVFP4 experts need less.
+
+    hidden_size and intermediate_size: of the weights, unpacked; num_experts: of all ranks, of which local_num_experts
+    are held here. quant_mode: "bf16", "fp8_per_tensor", "fp8_block_scale", "mxfp8", "nvfp4", "mxfp4_bf16" or "mxint4".
+    The size depends on the shape alone: the weights, their layout, use_routing_scales_on_input and tactic have no
+    meaning. "fp8_per_channel", "mxfp4_mxfp8", fused shared experts, scales of tokens and sizes of padded weights are a
+    NotImplementedError, as in the calls.
+    """
+    if quant_mode not in _FORMATS:
+        known = ", ".join(map(repr, _FORMATS))
+        if quant_mode in _UNSERVED:
+            raise NotImplementedError(f"quant_mode: no kernel for {quant_mode!r}; served are {known}")
+        raise ValueError(f"quant_mode: expected one of {known}, got {quant_mode!r}")
+    local = num_experts if local_num_experts is None else local_num_experts
+    counts = {
+        "max_num_tokens": max_num_tokens,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "local_num_experts": local,
+    }
+    for name, count in counts.items():
+        if count <= 0:
+            raise ValueError(f"{name}: expected 1 or more, got {count}")
+    if local > num_experts:
+        raise ValueError(f"local_num_experts: expected at most num_experts {num_experts}, got {local}")
+    unserved = {
+        "num_fused_shared_experts": bool(num_fused_shared_experts),
+        "use_per_token_scale": use_per_token_scale,
+        "valid_hidden_size": valid_hidden_size not in (None, hidden_size),
+        "valid_intermediate_size": valid_intermediate_size not in (None, intermediate_size),
+    }
+    if any(unserved.values()):
+        given = ", ".join(name for name, used in unserved.items() if used)
+        raise NotImplementedError(f"trtllm_fused_moe_workspace_size: no kernel for {given}")
+    format = _FORMATS[quant_mode]
+    if format == "nvfp4-a4" and str(device).startswith("cpu"):
+        format = "nvfp4"
+    _, gated, _, _ = ACTIVATIONS[activation_of(activation_type)]
+    return _oxmoe.shape_workspace_bytes(
+        local, top_k, hidden_size, intermediate_size, max_num_tokens, format=format, gated=gated
+    )
