@@ -52,7 +52,7 @@ def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
             if "moe" not in _watched["swaps"]:
                 _say(_allreduce())
     if module is not None and "moe" in _watched.get("swaps", ()):
-        check_layer(module)
+        check_layer(module, parent)
 
 
 def _class(module: str, name: str) -> Any:
@@ -61,11 +61,12 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def check_layer(module: nn.Module) -> None:
+def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     """Raises RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe. The error says why, and how
     to fix it.
 
-    A layer that does run on oxmoe is checked again when it runs (`calls`).
+    A layer that does run on oxmoe is checked again when it runs (`calls`). block: the module that it becomes a part
+    of.
     """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
@@ -90,7 +91,7 @@ def check_layer(module: nn.Module) -> None:
             _message(why, "install DeepGEMM, and for experts other than fp8 set SGLANG_DEEPEP_BF16_DISPATCH=1")
         )
     if getattr(method, "oxmoe", False):
-        return _serve(module, "--quantization oxmoe")
+        return _serve(module, "--quantization oxmoe", block)
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
@@ -111,7 +112,7 @@ def check_layer(module: nn.Module) -> None:
                     "use --quantization oxmoe, or start without --enable-torch-compile",
                 )
             )
-        return _serve(module, f"--moe-runner-backend {runner.runner_backend.value}")
+        return _serve(module, f"--moe-runner-backend {runner.runner_backend.value}", block)
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
     if fused is not None and getattr(core, "oxmoe", False):
@@ -126,10 +127,10 @@ def check_layer(module: nn.Module) -> None:
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
 
 
-def _serve(module: Any, through: str) -> None:
+def _serve(module: Any, through: str, block: nn.Module | None) -> None:
     """Registers a layer that is to run on oxmoe. The first one of a model writes the line in the log."""
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(module.quant_method).__name__})"
-    calls.expect(module, name)
+    calls.expect(module, name, block)
     if "swaps" not in _watched or _watched.get("said") or not _leads():
         return
     _watched["said"] = True
