@@ -148,7 +148,7 @@ def test_torch_compile_with_sglangs_own_method_stops_the_load(rng: torch.Generat
 
 @pytest.mark.parametrize("backend", ["auto", pytest.param("deep_gemm", marks=only_cores)])
 def test_an_activation_without_kernels_is_refused_while_the_model_is_built(backend: str) -> None:
-    """The error comes before a checkpoint is read. Releases without cores make their own runner first, which asserts."""
+    """The error comes before a checkpoint is read. In releases without cores SGLang's own runner asserts before."""
     config = get_quantization_config("oxmoe")() if backend == "auto" else None
     with server(backend), pytest.raises(NotImplementedError, match='activation: no kernel for "silu_rounded"'):
         nn.ModuleList([FusedMoE(4, 128, 128, 0, 2, activation="silu_rounded", quant_config=config)])
