@@ -73,6 +73,12 @@ def forget() -> None:
         of_layers.clear()  # type: ignore[attr-defined]
 
 
+def layer_of(config: Any) -> Any:
+    """Returns SGLang's layer with this configuration, or None if it is not known."""
+    layer = _known.get(id(config))
+    return getattr(config, "layer", None) if layer is None else layer.module()
+
+
 def choices(config: Any) -> list[Any]:
     """Returns how the block of the layer with this configuration chooses experts: the TopKConfig of each TopK."""
     layer = _known.get(id(config))

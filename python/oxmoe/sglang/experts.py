@@ -305,9 +305,13 @@ class Experts:
         if self._kind.global_ids:
             if x.shape[0] == 0:
                 return x
-            # The top-k weights of such layers contain the factor.
+            layer = calls.layer_of(config)
+            # Top-k says by the layer whether its weights contain the factor.
+            scaled = layer is None or layer.should_fuse_routed_scaling_factor_in_topk
+            factor = 1.0 if scaled or config.routed_scaling_factor is None else config.routed_scaling_factor
             ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
-            return moe(x, weights, **routing(topk_output, config), **ranks, out=symmetric.output_like(x))
+            given = routing(topk_output, config)
+            return moe(x, weights, **given, **ranks, routed_scaling_factor=factor, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
 
 
