@@ -338,7 +338,7 @@ def _choices_are_observed() -> bool:
     return type(recorders.get_global_expert_distribution_recorder()).__name__ != "_ExpertDistributionRecorderNoop"
 
 
-# What SGLang's operator for piecewise CUDA graphs is told of a TopKConfig. The rest has its default there.
+# SGLang's operator for piecewise CUDA graphs gets these fields of a TopKConfig. The others have their defaults there.
 _TOLD = ("top_k", "topk_group", "num_expert_group", "renormalize")
 _APART = ("correction_bias", "allow_routed_experts_capture", "layer_id")
 
