@@ -17,8 +17,20 @@ from oxmoe.sglang import server as oxmoe_server
 pytest.importorskip("sglang")
 
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.quantization import get_quantization_config
 
-from sglang_server import ADAPTER, SHAPE, VERSION, FusedMoE, argument, fused_moe, installed, operands, server
+from sglang_server import (
+    ADAPTER,
+    SHAPE,
+    VERSION,
+    FusedMoE,
+    argument,
+    fused_moe,
+    installed,
+    only_cores,
+    operands,
+    server,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -132,3 +144,27 @@ def test_torch_compile_with_sglangs_own_method_stops_the_load(rng: torch.Generat
             model(1, rng, quantized=False)
         model(1, rng)
     assert not oxmoe_server.compiles()
+
+
+@pytest.mark.parametrize("backend", ["auto", pytest.param("deep_gemm", marks=only_cores)])
+def test_an_activation_without_kernels_is_refused_while_the_model_is_built(backend: str) -> None:
+    """The error comes before a checkpoint is read. In releases without cores SGLang's own runner asserts before."""
+    config = get_quantization_config("oxmoe")() if backend == "auto" else None
+    with server(backend), pytest.raises(NotImplementedError, match='activation: no kernel for "silu_rounded"'):
+        nn.ModuleList([FusedMoE(4, 128, 128, 0, 2, activation="silu_rounded", quant_config=config)])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_methods_refuse_an_activation_without_a_watch(kind: str) -> None:
+    layers.unwatch()
+    config = get_quantization_config("oxmoe")
+    made = config() if kind == "bf16" else config.from_config({"quant_method": "fp8", "activation_scheme": "dynamic"})
+    with pytest.raises(NotImplementedError, match='activation: no kernel for "relu"'):
+        FusedMoE(4, 128, 128, 0, 2, params_dtype=torch.bfloat16, activation="relu", quant_config=made)
+
+
+def test_a_bf16_checkpoint_that_sglang_would_quantise_is_told_of_oxmoe() -> None:
+    config = get_quantization_config("fp8")()
+    module = FusedMoE(4, 128, 128, 0, 2, params_dtype=torch.bfloat16, quant_config=config)
+    with pytest.raises(RuntimeError, match="start a bf16 checkpoint with --quantization oxmoe"):
+        nn.ModuleList([module])

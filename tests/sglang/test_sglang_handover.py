@@ -166,9 +166,10 @@ def test_experts_without_gates(backend: str, rng: torch.Generator) -> None:
     ],
     ids=["fused", "alternating"],
 )
-def test_refuses_other_orders_of_rows(options: dict[str, Any], message: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_refuses_other_orders_of_rows(kind: str, options: dict[str, Any], message: str, rng: torch.Generator) -> None:
     with server("flashinfer_trtllm"):
-        module = FusedMoE(4, 128, 128, 0, 2, params_dtype=torch.bfloat16, **_config(), **options)
+        module = FusedMoE(4, 128, 128, 0, 2, params_dtype=torch.bfloat16, **_config(kind), **options)
         with pytest.raises(NotImplementedError, match=message):
             module.quant_method.process_weights_after_loading(module)
 
@@ -181,8 +182,9 @@ def test_refuses_weights_that_the_loader_transposes(kind: str, rng: torch.Genera
         loaded(kind, checkpoint(kind, SHAPE, rng), SHAPE)
 
 
-def _config() -> dict[str, Any]:
-    return {"quant_config": get_quantization_config("oxmoe")()}
+def _config(kind: str = "bf16") -> dict[str, Any]:
+    config, given = get_quantization_config("oxmoe"), FORMATS[kind]
+    return {"quant_config": config() if given is None else config.from_config(given)}
 
 
 # Ids of experts

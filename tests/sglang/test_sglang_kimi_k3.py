@@ -68,7 +68,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def layer_of(device: str) -> Any:
+def layer_of(device: str, **options: Any) -> Any:
     """As KimiK3MoE makes it."""
     with torch.device(device):
         return FusedMoE(
@@ -82,6 +82,7 @@ def layer_of(device: str) -> Any:
             activation="situ",
             gate_up_interleaved=False,
             **BOUNDS,
+            **options,
         )
 
 
@@ -111,3 +112,20 @@ def test_experts_on_hopper(device: str, tokens: int, monkeypatch: pytest.MonkeyP
         result = forward(module, x, StandardTopKOutput(weights, ids, None))
     options = {"activation": "situ", "situ_beta": 4.0, "situ_linear_beta": 1.5, "layout": "gate_up"}
     assert_close_ulp(result, blocks.expected(x, weights, ids, **options))
+
+
+@only_cores
+def test_the_routed_factor(monkeypatch: pytest.MonkeyPatch, rng: torch.Generator) -> None:
+    """The model's TopK multiplies by it only where the layer asks for that, which a layer of this method does not."""
+    blocks = Blocks(EXPERTS, HIDDEN, INTERMEDIATE, "cpu", rng, bias=False)
+    x = torch.randn((5, HIDDEN), generator=rng).bfloat16()
+    topk = StandardTopKOutput(*make_routing("uniform", 5, EXPERTS, TOP_K, rng), None)
+    with hopper(monkeypatch):
+        results = []
+        for factor in (None, 4.0):
+            module = layer_of("cpu", routed_scaling_factor=factor)
+            assert not module.should_fuse_routed_scaling_factor_in_topk
+            layers.check_layer(module)
+            load(module, blocks)
+            results.append(forward(module, x, topk))
+    assert torch.equal(results[1], 4 * results[0])

@@ -27,6 +27,7 @@ class _Layer:
     config: Any  # it is held, so that no other one gets its address
     name: str
     speaks: bool  # the other ranks of its groups have the same layers
+    block: Any = None  # a weak reference to the module that it is a part of
     runs: int = 0
 
     def count(self) -> None:
@@ -40,11 +41,15 @@ _watched: dict[int, _Layer] = {}
 _told: set[int] = set()
 
 
-def expect(module: Any, name: str) -> None:
-    """Registers a layer that must run on oxmoe. If it does not, its first forward raises a RuntimeError."""
+def expect(module: Any, name: str, block: nn.Module | None = None) -> None:
+    """Registers a layer that must run on oxmoe. If it does not, its first forward raises a RuntimeError.
+
+    block: the module that it is a part of.
+    """
     config = module.moe_runner_config
     first = not getattr(module, "moe_tp_rank", 0) and not getattr(module, "moe_ep_rank", 0)
-    _known[id(config)] = _watched[id(config)] = _Layer(weakref.ref(module), config, name, first)
+    owner = None if block is None else weakref.ref(block)
+    _known[id(config)] = _watched[id(config)] = _Layer(weakref.ref(module), config, name, first, owner)
     handle: Any = None
 
     def ended(module: nn.Module, inputs: Any, output: Any) -> None:
@@ -66,6 +71,20 @@ def forget() -> None:
     """Forgets all layers."""
     for of_layers in (_known, _watched, _told):
         of_layers.clear()  # type: ignore[attr-defined]
+
+
+def layer_of(config: Any) -> Any:
+    """Returns SGLang's layer with this configuration, or None if it is not known."""
+    layer = _known.get(id(config))
+    return getattr(config, "layer", None) if layer is None else layer.module()
+
+
+def choices(config: Any) -> list[Any]:
+    """Returns how the block of the layer with this configuration chooses experts: the TopKConfig of each TopK."""
+    layer = _known.get(id(config))
+    block = layer.block() if layer is not None and layer.block is not None else None
+    children = block.children() if block is not None else ()
+    return [child.topk_config for child in children if type(child).__name__ == "TopK"]
 
 
 def ran(config: Any) -> None:

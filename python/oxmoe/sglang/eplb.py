@@ -28,13 +28,26 @@ def tables(weights: ExpertWeights) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
+def of_layer(weights: ExpertWeights) -> dict[str, Tensor]:
+    """Returns by name what kernels read of a layer beside its experts."""
+    found = {name: getattr(weights, name) for name in ("a13_scale", "a2_scale")}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
 def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
-    """Turns all tables that are not parameters of the layer yet into parameters. With --enable-eplb it raises
+    """Turns all tables that are not parameters of the layer yet into parameters, so that SGLang moves them with
+    experts, and saves and restores them (--load-format sharded_state). With --enable-eplb it raises
     NotImplementedError if an expert has more than its rows of them."""
     known = {parameter.data_ptr() for parameter in layer.parameters()}
-    for name, tensor in tables(weights).items():
+    for name, tensor in (tables(weights) | of_layer(weights)).items():
         if tensor.data_ptr() not in known:
             layer.register_parameter(f"{PREFIX}{name}", torch.nn.Parameter(tensor, requires_grad=False))
+    whole = not (weights.format.startswith("nvfp4") and weights.w13_packed is None)
+    if not whole and server.restores_processed():
+        raise NotImplementedError(
+            f"oxmoe: NVFP4 experts on a CPU are not served with --load-format {server.load_format()[0]}: not all that "
+            "was made of their checkpoint is among the parameters; start with another --load-format"
+        )
     if not server.balances_experts():
         return
     if weights.a13_scale is not None:
@@ -42,7 +55,7 @@ def register(layer: torch.nn.Module, weights: ExpertWeights) -> None:
             "oxmoe: experts with given scales of activations are not served with --enable-eplb: the largest scale of "
             f"this rank's experts counts, and an expert that comes from another rank may need a larger one; {_MEND}"
         )
-    if weights.format.startswith("nvfp4") and weights.w13_packed is None:
+    if not whole:
         raise NotImplementedError(f"oxmoe: NVFP4 experts on a CPU are not served with --enable-eplb; {_MEND}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 import torch
@@ -305,9 +305,13 @@ class Experts:
         if self._kind.global_ids:
             if x.shape[0] == 0:
                 return x
-            # The top-k weights of such layers contain the factor.
+            layer = calls.layer_of(config)
+            # Top-k says by the layer whether its weights contain the factor.
+            scaled = layer is None or layer.should_fuse_routed_scaling_factor_in_topk
+            factor = 1.0 if scaled or config.routed_scaling_factor is None else config.routed_scaling_factor
             ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
-            return moe(x, weights, **routing(topk_output, config.layer_id), **ranks, out=symmetric.output_like(x))
+            given = routing(topk_output, config)
+            return moe(x, weights, **given, **ranks, routed_scaling_factor=factor, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
 
 
@@ -334,9 +338,57 @@ def _choices_are_observed() -> bool:
     return type(recorders.get_global_expert_distribution_recorder()).__name__ != "_ExpertDistributionRecorderNoop"
 
 
-def routing(topk_output: Any, layer_id: int | None = None) -> dict[str, Any]:
+# SGLang's operator for piecewise CUDA graphs gets these fields of a TopKConfig. The others have their defaults there.
+_TOLD = ("top_k", "topk_group", "num_expert_group", "renormalize")
+_APART = ("correction_bias", "allow_routed_experts_capture", "layer_id")
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_part_of(given: Any, whole: Any) -> bool:
+    """Whether SGLang's operator for piecewise CUDA graphs may have made the TopKConfig `given` of `whole`."""
+    others = [field for field in fields(given) if field.init and field.name not in (*_TOLD, *_APART)]
+    return (
+        all(getattr(given, name) == getattr(whole, name) for name in _TOLD)
+        and _address(given.correction_bias) == _address(whole.correction_bias)
+        and all(field.default is MISSING or getattr(given, field.name) == field.default for field in others)
+    )
+
+
+def complete(topk_output: Any, config: Any) -> Any:
+    """Returns a BypassedTopKOutput with the model's own TopKConfig, and other forms as they are.
+
+    Inside a piecewise CUDA graph SGLang runs a layer as one operator, which makes the result anew without scores,
+    groups, a function of the model's and expert placement. SGLang's own kernels know the scores from elsewhere.
+    """
+    given = getattr(topk_output, "topk_config", None)
+    own = calls.choices(config) if given is not None else []
+    if any(choice is given for choice in own):
+        return topk_output
+    found = [choice for choice in own if _is_part_of(given, choice)]
+    if not found:
+        return topk_output
+    if len(found) > 1:
+        raise NotImplementedError(
+            f"oxmoe: layer {config.layer_id}: a piecewise CUDA graph tells oxmoe too little of how experts are chosen, "
+            "and the layer's block chooses in several ways; start without piecewise CUDA graphs, or with another "
+            "--moe-runner-backend"
+        )
+    changes = {"topk_config": found[0]}
+    places = sys.modules.get("sglang.srt.eplb.expert_location")
+    if places is not None and places.get_global_expert_location_metadata() is not None:
+        dispatch = sys.modules["sglang.srt.eplb.expert_location_dispatch"]
+        changes["expert_location_dispatch_info"] = dispatch.ExpertLocationDispatchInfo.init_new(config.layer_id)
+    return topk_output._replace(**changes)
+
+
+def routing(topk_output: Any, config: Any) -> dict[str, Any]:
     """Returns the top-k result as arguments of `moe`. Raises NotImplementedError for a form that has no weights and
     ids.
+
+    config: the layer's MoeRunnerConfig.
 
     If SGLang observes the choice, SGLang chooses from a BypassedTopKOutput for this layer, and records it.
     """
@@ -346,8 +398,9 @@ def routing(topk_output: Any, layer_id: int | None = None) -> dict[str, Any]:
             f"oxmoe: no kernel for {type(topk_output).__name__}; served are StandardTopKOutput, TritonKernelTopKOutput "
             "and BypassedTopKOutput"
         )
+    topk_output = complete(topk_output, config)
     if not hasattr(topk_output, "topk_ids") and hasattr(topk_output, "to_standard") and _choices_are_observed():
-        topk_output = topk_output.to_standard(layer_id=layer_id)
+        topk_output = topk_output.to_standard(layer_id=config.layer_id)
     return routing_arguments(topk_output)
 
 
@@ -377,7 +430,7 @@ def run_local(
     return moe(
         x,
         weights,
-        **routing(topk_output, config.layer_id),
+        **routing(topk_output, config),
         **ranks,
         # SGLang applies the scale in its combine, so it applies none without a combine.
         routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,

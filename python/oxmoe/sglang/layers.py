@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import calls, eplb, server, setting
+from oxmoe.sglang.experts import activation
 
 logger = logging.getLogger(__name__)
 _watched: dict[str, Any] = {}
@@ -52,7 +53,7 @@ def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
             if "moe" not in _watched["swaps"]:
                 _say(_allreduce())
     if module is not None and "moe" in _watched.get("swaps", ()):
-        check_layer(module)
+        check_layer(module, parent)
 
 
 def _class(module: str, name: str) -> Any:
@@ -61,23 +62,20 @@ def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)
 
 
-def check_layer(module: nn.Module) -> None:
+def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     """Raises RuntimeError if this is a MoE layer of SGLang that does not run on oxmoe. The error says why, and how
     to fix it.
 
-    A layer that does run on oxmoe is checked again when it runs (`calls`).
+    A layer that does run on oxmoe is checked again when it runs (`calls`). block: the module that it becomes a part
+    of.
     """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
     if with_lora is not None and isinstance(module, with_lora):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
-    apart = _class("sglang.srt.models.mixtral_quant", "MixtralMoE")
-    if apart is not None and isinstance(module, apart):
-        what = "SGLang builds Mixtral without MoE layers for a quantization that is none of its own"
-        raise RuntimeError(
-            _message(
-                what, "start bf16 with --moe-runner-backend deep_gemm and without --quantization, others without moe"
-            )
-        )
+    for place, name in BLOCKS.items():
+        of_release = _class(f"sglang.srt.models.{place}", name)
+        if of_release is not None and isinstance(module, of_release):
+            raise RuntimeError(_message(*_apart(place, name)))
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
     if layers is None or not isinstance(module, layers):
         return
@@ -90,7 +88,7 @@ def check_layer(module: nn.Module) -> None:
             _message(why, "install DeepGEMM, and for experts other than fp8 set SGLANG_DEEPEP_BF16_DISPATCH=1")
         )
     if getattr(method, "oxmoe", False):
-        return _serve(module, "--quantization oxmoe")
+        return _serve(module, "--quantization oxmoe", block)
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
@@ -111,7 +109,7 @@ def check_layer(module: nn.Module) -> None:
                     "use --quantization oxmoe, or start without --enable-torch-compile",
                 )
             )
-        return _serve(module, f"--moe-runner-backend {runner.runner_backend.value}")
+        return _serve(module, f"--moe-runner-backend {runner.runner_backend.value}", block)
     what = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(method).__name__}"
     what += ")" if runner is None else f", --moe-runner-backend {runner.runner_backend.value})"
     if fused is not None and getattr(core, "oxmoe", False):
@@ -126,10 +124,14 @@ def check_layer(module: nn.Module) -> None:
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
 
 
-def _serve(module: Any, through: str) -> None:
-    """Registers a layer that is to run on oxmoe. The first one of a model writes the line in the log."""
+def _serve(module: Any, through: str, block: nn.Module | None) -> None:
+    """Registers a layer that is to run on oxmoe. The first one of a model writes the line in the log.
+
+    Raises NotImplementedError or ValueError for an activation without kernels.
+    """
+    activation(module.moe_runner_config)
     name = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}, {type(module.quant_method).__name__})"
-    calls.expect(module, name)
+    calls.expect(module, name, block)
     if "swaps" not in _watched or _watched.get("said") or not _leads():
         return
     _watched["said"] = True
@@ -168,6 +170,25 @@ class Copies(nn.Module):
     )
 
 
+# Blocks of SGLang's models whose experts it runs without a MoE layer: module -> class.
+BLOCKS = {
+    "afmoe": "AfmoeMoE",
+    "dbrx": "DbrxExperts",
+    "deepseek": "DeepseekMoE",
+    "inkling_common.moe": "InklingMoE",
+    "mixtral_quant": "MixtralMoE",
+    "xverse_moe": "XverseMoE",
+}
+
+
+def _apart(place: str, name: str) -> tuple[str, str]:
+    """Returns why the experts of such a block do not run on oxmoe, and what to do."""
+    if place == "mixtral_quant":
+        what = "SGLang builds Mixtral without MoE layers for a quantization that is none of its own"
+        return what, "start bf16 with --moe-runner-backend deep_gemm and without --quantization, others without moe"
+    return f"SGLang's {place}.{name} calls SGLang's kernels itself, not a MoE layer", "serve this model without moe"
+
+
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
 _DRAFT = (
     "; if it is a layer of the draft of speculative decoding, which some models give no quantization, start with "
@@ -179,7 +200,7 @@ _MEND = {
     "Mxfp4MarlinMoEMethod": _OF_FP4,
     "Mxfp4HummingMoEMethod": _OF_FP4,
     "Fp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes MXFP8 checkpoints and those with one scale a matrix "
-    "or weight_block_size [128, 128]",
+    "or weight_block_size [128, 128]; start a bf16 checkpoint with --quantization oxmoe, which does not quantise it",
     "CompressedTensorsFusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes layers of fp8 and int4, and on "
     "Hopper, where SGLang can load them there, of NVFP4; serve others without moe",
     "MoeWNA16Method": "start without --quantization moe_wna16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import capabilities, deepep, eplb, formats, sglang_version
+from oxmoe.sglang import capabilities, deepep, eplb, formats, server, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
@@ -35,6 +36,12 @@ class NeedsBfloat16:
         super().create_weights(layer, num_experts, hidden_size, *sizes, **attributes)  # type: ignore[misc]
 
 
+def check_layer_config(config: Any) -> None:
+    """Raises NotImplementedError or ValueError for a layer that has no kernels, before its checkpoint is read."""
+    check_config(config)
+    activation(config)
+
+
 def refuse_transposed(layer: Any) -> None:
     """Raises NotImplementedError if SGLang's loader would transpose the weights of this layer while it loads them."""
     if getattr(layer, "use_triton_kernels", False) and not capabilities.layer_decides():
@@ -45,11 +52,18 @@ def refuse_transposed(layer: Any) -> None:
         )
 
 
+def _loads_gate_and_up_together(layer: Any) -> bool:
+    fused = layer.weight_loader_fused
+    load = getattr(layer.w13_weight, "weight_loader", None)
+    # `Updates.loader` may have wrapped it.
+    return load is not None and inspect.unwrap(load, stop=lambda step: step == fused) == fused
+
+
 def handover(layer: Any, method: Any) -> Handover:
     """Returns what SGLang did and will do with this layer. Raises NotImplementedError if oxmoe cannot follow it."""
     # If the layer decides, this flag is False for oxmoe's runner and for methods without one.
     by_loader = bool(layer.use_flashinfer_trtllm_moe) and isinstance(method, Fp8MoEMethod | UnquantizedFusedMoEMethod)
-    if by_loader and getattr(layer.w13_weight, "weight_loader", None) == layer.weight_loader_fused:
+    if by_loader and _loads_gate_and_up_together(layer):
         raise NotImplementedError(
             "oxmoe: this model loads gate and up together, and with --moe-runner-backend flashinfer_trtllm this SGLang "
             "pads each rank's weights and swaps gate and up elsewhere; choose another --moe-runner-backend"
@@ -171,7 +185,12 @@ class MadeAtLoad:
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         if self.layer_loads:
             refuse_transposed(layer)
-        check_config(moe_runner_config)
+        if server.skips_processing():
+            raise NotImplementedError(
+                f"oxmoe: {self.of} experts are prepared after they are loaded, which --load-format remote_instance "
+                "leaves out; start with another --load-format"
+            )
+        check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
     def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
@@ -224,7 +243,11 @@ class MadeAtLoad:
         self.updates.finish(derived=is_derived(layer, self.weights))
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
-        assert self.weights is not None
+        if self.weights is None:
+            raise RuntimeError(
+                f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the {self.of} experts were not prepared: SGLang did "
+                "not call process_weights_after_loading after it had loaded them; start with another --load-format"
+            )
         if self._broken is not None:
             raise RuntimeError(self._broken)
         if (addresses := _addresses(layer)) != self._made_of:

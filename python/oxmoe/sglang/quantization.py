@@ -22,12 +22,18 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt
 from oxmoe.sglang.deepseek_v4 import OxmoeFp8Mxfp4MoEMethod
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, handover, loaded, refuse_transposed
+from oxmoe.sglang.loading import (
+    MadeAtLoad,
+    NeedsBfloat16,
+    check_layer_config,
+    handover,
+    loaded,
+    refuse_transposed,
+)
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -56,22 +62,27 @@ class ThroughRunner:
     make_runner: Any = staticmethod(DirectRunner)
     experts: Experts
     get_triton_quant_info: Any
+    processed = False
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         refuse_transposed(layer)
-        check_config(moe_runner_config)
+        check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights once, at load. So what oxmoe does not serve fails here, and not at the first
         request."""
+        self.processed = True
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
         experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
         loaded(layer, weights)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
+        if not self.processed:
+            # --load-format remote_instance leaves this out. Such weights are used as they lie.
+            self.process_weights_after_loading(layer)
         return run_moe(self.runner, dispatch_output, self.get_triton_quant_info(layer), self.experts)
 
     def get_moe_runner_backend(self, layer: torch.nn.Module) -> Any:

@@ -25,6 +25,27 @@ def balances_experts() -> bool:
     return bool(read(lambda context: context.get_exec().moe.enable_eplb, lambda arguments: arguments.enable_eplb))
 
 
+def load_format() -> tuple[str, str]:
+    """Returns --load-format, and the backend of "remote_instance". Without a server both are empty."""
+
+    def of(arguments: Any) -> tuple[str, str]:
+        backend = getattr(arguments, "remote_instance_weight_loader_backend", "")
+        return tuple(str(getattr(name, "value", name) or "") for name in (arguments.load_format, backend))  # type: ignore
+
+    return read(lambda context: of(context.get_model()), of) or ("", "")
+
+
+def restores_processed() -> bool:
+    """Whether SGLang writes parameters after it has processed them: they are those of another server, as that one had
+    processed them."""
+    return load_format()[0] in ("sharded_state", "presharded", "remote")
+
+
+def skips_processing() -> bool:
+    """Whether SGLang takes the parameters of another server that runs, and does not process them."""
+    return load_format() in {("remote_instance", backend) for backend in ("nccl", "transfer_engine")}
+
+
 def compiles() -> bool:
     """Whether the server has --enable-torch-compile."""
     return bool(

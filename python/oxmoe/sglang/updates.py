@@ -9,6 +9,7 @@ imports nothing of SGLang.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -90,8 +91,10 @@ class Updates:
         self._whole.clear()
 
     def loader(self, layer: torch.nn.Module, load: Callable[..., Any], what: str) -> Callable[..., Any]:
-        """Wraps `load`, SGLang's weight_loader of this layer's parameters, and checks what it is about to write."""
+        """Wraps `load`, SGLang's weight_loader of this layer's parameters, and checks what it is about to write.
+        `inspect.unwrap` gives `load` back."""
 
+        @functools.wraps(load)
         def weight_loader(param: Any, loaded_weight: Any, *arguments: Any, **named: Any) -> Any:
             given = dict(zip(("weight_name", "shard_id", "expert_id"), arguments, strict=False)) | named
             self._write(layer, param, given.get("shard_id"), given.get("expert_id"), what)
