@@ -93,11 +93,12 @@ def fill(parameter: Tensor, name: str, rng: torch.Generator) -> None:
     parameter.copy_(drawn.to(dtype))
 
 
-def make(checkpoint: dict[str, Any] | None, device: str, rng: torch.Generator) -> FusedMoE:
-    config = get_quantization_config("oxmoe")
+def empty(quantization: str, checkpoint: dict[str, Any] | None, device: str = "cpu") -> FusedMoE:
+    """Returns SGLang's layer before its checkpoint is loaded."""
+    config = get_quantization_config(quantization)
     gpt_oss = {"with_bias": True, "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
     with torch.device(device):
-        module = FusedMoE(
+        return FusedMoE(
             num_experts=SHAPE.experts,
             hidden_size=SHAPE.hidden,
             intermediate_size=SHAPE.intermediate,
@@ -108,8 +109,16 @@ def make(checkpoint: dict[str, Any] | None, device: str, rng: torch.Generator) -
             prefix="model.layers.0.mlp.experts",
             **(gpt_oss if checkpoint == FORMATS["mxfp4"] else {}),
         )
+
+
+def filled(module: FusedMoE, rng: torch.Generator) -> FusedMoE:
     for name, parameter in module.named_parameters():
         fill(parameter.data, name, rng)
+    return module
+
+
+def make(checkpoint: dict[str, Any] | None, device: str, rng: torch.Generator) -> FusedMoE:
+    module = filled(empty("oxmoe", checkpoint, device), rng)
     module.quant_method.process_weights_after_loading(module)
     return module
 

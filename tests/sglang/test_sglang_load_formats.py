@@ -15,14 +15,13 @@ from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
 
-from sglang.srt.layers.quantization import get_quantization_config
 from sglang.srt.model_loader.loader import ShardedStateLoader
 from sglang.srt.model_loader.weight_utils import initialize_dummy_weights
 
 from int4_checkpoints import awq, gptq, pack_quantized
 from sglang_server import NEW, FusedMoE, argument, installed, server
 from test_sglang_compressed import only_nvfp4
-from test_sglang_eplb import FORMATS, SHAPE, W4A16, fill, run
+from test_sglang_eplb import FORMATS, SHAPE, W4A16, empty, filled, run
 
 MODELOPT = {
     "ModelOpt fp8": ("modelopt_fp8", modelopt_cases.flat("FP8")),
@@ -45,29 +44,6 @@ def _installed() -> None:
     installed()
 
 
-def empty(name: str, checkpoint: dict[str, Any] | None) -> FusedMoE:
-    config = get_quantization_config(name)
-    gpt_oss = {"with_bias": True, "gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
-    return FusedMoE(
-        num_experts=SHAPE.experts,
-        hidden_size=SHAPE.hidden,
-        intermediate_size=SHAPE.intermediate,
-        layer_id=0,
-        top_k=SHAPE.top_k,
-        params_dtype=torch.bfloat16,
-        quant_config=config() if checkpoint is None else config.from_config(checkpoint),
-        prefix="model.layers.0.mlp.experts",
-        **(gpt_oss if checkpoint == FORMATS["mxfp4"] else {}),
-    )
-
-
-def filled(name: str, checkpoint: dict[str, Any] | None, rng: torch.Generator) -> FusedMoE:
-    module = empty(name, checkpoint)
-    for parameter_name, parameter in module.named_parameters():
-        fill(parameter.data, parameter_name, rng)
-    return module
-
-
 def restore(module: FusedMoE, saved: dict[str, Tensor]) -> None:
     """Takes the steps of ShardedStateLoader.load_model, and of the loaders of "presharded" and "remote"."""
     module.quant_method.process_weights_after_loading(module)
@@ -82,7 +58,7 @@ def test_a_layer_that_was_saved_after_processing(kind: str, rng: torch.Generator
     weights, ids = make_routing("uniform", 9, SHAPE.experts, SHAPE.top_k, rng)
     x = make_x(9, SHAPE, torch.bfloat16, "cpu", rng)
     with server("oxmoe" if NEW else "auto"):
-        module = filled(*CHECKPOINTS[kind], rng)
+        module = filled(empty(*CHECKPOINTS[kind]), rng)
         module.quant_method.process_weights_after_loading(module)
         expected = run(module, x, weights, ids)
         saved = ShardedStateLoader._filter_subtensors(module.state_dict())
@@ -99,7 +75,7 @@ def test_a_layer_that_was_saved_after_processing(kind: str, rng: torch.Generator
 def test_nvfp4_on_a_cpu_cannot_be_restored(checkpoint: Any, rng: torch.Generator) -> None:
     message = "NVFP4 experts on a CPU are not served with --load-format sharded_state"
     with server(), argument("model", "load_format", "sharded_state"):
-        module = filled(*checkpoint, rng)
+        module = filled(empty(*checkpoint), rng)
         with pytest.raises(NotImplementedError, match=message):
             module.quant_method.process_weights_after_loading(module)
 
@@ -116,7 +92,7 @@ def test_parameters_of_a_server_that_runs(kind: str, rng: torch.Generator) -> No
                     with pytest.raises(NotImplementedError, match="--load-format remote_instance leaves out"):
                         empty(*CHECKPOINTS[kind])
                     continue
-                module = filled(*CHECKPOINTS[kind], rng)
+                module = filled(empty(*CHECKPOINTS[kind]), rng)
                 names = [name for name, _ in module.named_parameters()]
                 result = run(module, x, weights, ids)
                 module.quant_method.process_weights_after_loading(module)
@@ -129,7 +105,7 @@ def test_experts_that_were_not_prepared_say_so(kind: str, rng: torch.Generator) 
     weights, ids = make_routing("uniform", 3, SHAPE.experts, SHAPE.top_k, rng)
     x = make_x(3, SHAPE, torch.bfloat16, "cpu", rng)
     with server():
-        module = filled(*CHECKPOINTS[kind], rng)
+        module = filled(empty(*CHECKPOINTS[kind]), rng)
         with pytest.raises(RuntimeError, match=r"layer 0: the .* experts were not prepared: SGLang did not call"):
             run(module, x, weights, ids)
 
