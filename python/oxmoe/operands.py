@@ -43,3 +43,10 @@ def check_quantizer(backend: str, batch_invariant: bool) -> None:
         raise ValueError(f"backend: expected 'auto', 'cuda' or 'cute-dsl', got {backend!r}")
     if batch_invariant and backend != "auto":
         raise ValueError(f"batch_invariant: expected backend 'auto' with it, got {backend!r}")
+
+
+def check_counts(counts: dict[str, int]) -> None:
+    """Raises ValueError unless each count is 1 or more."""
+    for name, count in counts.items():
+        if count <= 0:
+            raise ValueError(f"{name}: expected 1 or more, got {count}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_counts, check_tensor
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
@@ -334,9 +334,7 @@ def cutlass_fused_moe_workspace_size(
         "tp_size": tp_size,
         "ep_size": ep_size,
     }
-    for name, size in sizes.items():
-        if size <= 0:
-            raise ValueError(f"{name}: expected 1 or more, got {size}")
+    check_counts(sizes)
     for kind, rank, size in (("tp", tp_rank, tp_size), ("ep", ep_rank, ep_size)):
         if not 0 <= rank < size:
             raise ValueError(f"{kind}_rank: expected 0 to {size - 1}, got {rank}")

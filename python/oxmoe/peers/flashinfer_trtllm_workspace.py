@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
+from oxmoe.operands import check_counts
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of
 
 if TYPE_CHECKING:
@@ -62,17 +63,9 @@ def trtllm_fused_moe_workspace_size(
             raise NotImplementedError(f"quant_mode: no kernel for {quant_mode!r}; served are {known}")
         raise ValueError(f"quant_mode: expected one of {known}, got {quant_mode!r}")
     local = num_experts if local_num_experts is None else local_num_experts
-    counts = {
-        "max_num_tokens": max_num_tokens,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_experts": num_experts,
-        "top_k": top_k,
-        "local_num_experts": local,
-    }
-    for name, count in counts.items():
-        if count <= 0:
-            raise ValueError(f"{name}: expected 1 or more, got {count}")
+    tokens_and_slots = {"max_num_tokens": max_num_tokens, "top_k": top_k}
+    sizes = {"hidden_size": hidden_size, "intermediate_size": intermediate_size}
+    check_counts({**tokens_and_slots, **sizes, "num_experts": num_experts, "local_num_experts": local})
     if local > num_experts:
         raise ValueError(f"local_num_experts: expected at most num_experts {num_experts}, got {local}")
     unserved = {
