@@ -204,7 +204,9 @@ class Gemm:
         self.expected = []
         for (expert, _, _, _), rows_of in zip(self.tiles, self.placed.of_tiles, strict=True):
             row = source[rows_of]
-            sums = products((self.x[row], self.x_scales[row]), self.weights[expert], self.scales[expert])
+            sums = products(
+                (self.x.index_select(0, row), self.x_scales[row]), self.weights[expert], self.scales[expert]
+            )
             sums = sums if self.of_rows is None else sums * self.of_rows[expert]
             sums = sums if self.bias is None else sums + self.bias[expert].float()
             sums = sums * self.factors[slot_of_place[rows_of], None] if case.weighted else sums
@@ -274,7 +276,7 @@ class Gemm:
             results[1] = results[1].T.contiguous()
         written = self.inside if tiles is None else self.inside[:0]
         assert all(is_poison_but(written, tensor) for tensor in results), "rows beyond the tiles"
-        return [tensor[written] for tensor in results]
+        return [tensor.index_select(0, written) for tensor in results]
 
 
 @pytest.mark.parametrize("name", CASES)
