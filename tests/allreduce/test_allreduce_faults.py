@@ -303,7 +303,7 @@ def test_operands_are_named() -> None:
     plain = {**good, "norm_out": None}
     packed = torch.empty_strided((4, 1), (1, 4), dtype=torch.int32)
     cases: list[tuple[str, int, dict[str, Any]]] = [
-        ("pattern: expected one of", 12, good),
+        ("pattern: expected one of", 15, good),
         ("pattern: expected one of", -1, good),
         *((f"{name}: pattern kARResidualRMSNorm needs it", 1, {**good, name: None}) for name in good),
         ("quant_out: pattern kARResidualRMSNorm neither reads nor writes it", 1, {**good, "quant_out": fp8}),

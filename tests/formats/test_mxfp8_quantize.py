@@ -228,7 +228,7 @@ def test_refusals() -> None:
     refused(ValueError, "x: is not contiguous", call, x.t())
     refused(ValueError, "alignment: expected a multiple of 32", call, x, alignment=48)
     refused(ValueError, "sf_swizzle_layout: expected 0", call, x, sf_swizzle_layout=3)
-    refused(ValueError, "backend: expected 'cuda' or 'cute-dsl', got 'tpu'", call, x, backend="tpu")
+    refused(ValueError, "backend: expected 'auto', 'cuda' or 'cute-dsl', got 'tpu'", call, x, backend="tpu")
     refused(ValueError, 'layout: expected "128x4", "8x4" or "linear"', quantize.mxfp8, x, layout="4x4")
     message = 'scales: dimension 0 "scales": expected 512, got 8'
     refused(ValueError, message, quantize.dequantize_mxfp8, codes, scales[:8])

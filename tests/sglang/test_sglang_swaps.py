@@ -264,7 +264,10 @@ def expert_parallel(experts: int, rank: int, size: int) -> MoeRunnerConfig:
     """Returns a configuration whose layer is the last of `size` ranks."""
     if not hasattr(MoeRunnerConfig, "moe_ep_rank"):
         return MoeRunnerConfig(num_experts=experts * size, num_local_experts=experts, top_k=2)
-    layer = SimpleNamespace(moe_tp_size=1, moe_tp_rank=0, moe_ep_size=size, moe_ep_rank=rank)
+    layer = SimpleNamespace(
+        **{"moe_tp_size": 1, "moe_tp_rank": 0, "moe_ep_size": size, "moe_ep_rank": rank},
+        should_fuse_routed_scaling_factor_in_topk=True,
+    )
     return MoeRunnerConfig(num_experts=experts * size, num_local_experts=experts, top_k=2, layer=layer)
 
 

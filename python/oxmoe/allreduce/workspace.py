@@ -26,11 +26,6 @@ _HEADER = struct.Struct("<4sIIQ200s")
 _HELLO, _CALL, _REFUSED, _GOODBYE = range(4)
 _MAGIC = b"oxar"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Arguments of flashinfer 0.7.4's backend "mnnvl-cutedsl", which every other backend refuses.
-_OF_MULTICAST = (
-    *("top_k", "rms_eps", "weight_bias", "routed_scaling_factor", "include_shared_expert", "add_residual"),
-    *("write_residual_output", "apply_rms_norm", "output_dtype", "dynamic_fp8", "write_norm_output", "config"),
-)
 
 
 @dataclass(frozen=True)
@@ -345,7 +340,18 @@ def create_allreduce_fusion_workspace(
     exchange: Callable[[bytes], Sequence[bytes]] | None = None,
     deadline: float = 30.0,
     device: Any = None,
-    **of_multicast: Any,
+    top_k: Any = None,
+    rms_eps: Any = None,
+    weight_bias: Any = None,
+    routed_scaling_factor: Any = None,
+    include_shared_expert: Any = None,
+    add_residual: Any = None,
+    write_residual_output: Any = None,
+    apply_rms_norm: Any = None,
+    output_dtype: Any = None,
+    dynamic_fp8: Any = None,
+    write_norm_output: Any = None,
+    config: Any = None,
 ) -> AllReduceFusionWorkspace:
     """Makes a workspace for all-reduces of up to max_token_num x hidden_dim elements of `dtype`, in one group. The
     call is collective.
@@ -358,7 +364,7 @@ def create_allreduce_fusion_workspace(
     name their group: on WORLD they would wait for ranks that never come. Nobody outside the group is contacted.
 
     backend: "auto", "oxmoe" or flashinfer's "trtllm", all the same; NotImplementedError for "mnnvl" and
-    "mnnvl-cutedsl". of_multicast: the keyword arguments that flashinfer 0.7.4 has for the last alone, each None.
+    "mnnvl-cutedsl". Only the last takes flashinfer's arguments from top_k on, so each of them is None here.
     gpus_per_node is not needed. deadline: seconds that a call may wait. All ranks must make the same calls in the same
     order; a group may have several workspaces if their calls are in the same order too.
     device: "cuda" (torch's current one), "cuda:<n>" or a torch.device: memory on that GPU, which all ranks map, for
@@ -367,9 +373,21 @@ def create_allreduce_fusion_workspace(
     ValueError where an argument is wrong or ranks disagree on one, RuntimeError where another rank refused,
     TimeoutError where a rank does not come, NotImplementedError where a GPU or group is not served.
     """
-    unknown = [name for name in of_multicast if name not in _OF_MULTICAST]
-    if unknown:
-        raise TypeError(f"create_allreduce_fusion_workspace: unexpected keyword argument {unknown[0]!r}")
+    # Arguments of flashinfer 0.7.4's backend "mnnvl-cutedsl", which every other backend refuses.
+    of_multicast = {
+        "top_k": top_k,
+        "rms_eps": rms_eps,
+        "weight_bias": weight_bias,
+        "routed_scaling_factor": routed_scaling_factor,
+        "include_shared_expert": include_shared_expert,
+        "add_residual": add_residual,
+        "write_residual_output": write_residual_output,
+        "apply_rms_norm": apply_rms_norm,
+        "output_dtype": output_dtype,
+        "dynamic_fp8": dynamic_fp8,
+        "write_norm_output": write_norm_output,
+        "config": config,
+    }
     link = _link(group, exchange, comm_backend, world_size, rank)
     end = time.monotonic() + 30.0
     try:
