@@ -8,8 +8,10 @@ Nothing waits for ever: a peer that does not come, or is gone, is a TimeoutError
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
@@ -179,25 +181,19 @@ def allreduce_fusion(
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
     mxfp8: _Mxfp8 | None = None
-    if pattern in _OF_MXFP8:
+    check: Callable[[], None] | None = None
+    if moe_finalize_backend != "trtllm":
+        check = partial(refuse_backend, "moe_finalize_backend", moe_finalize_backend)
+    elif pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
+        check = _refuse_finalize_to_fp8
+    elif pattern in _OF_MXFP8:
         mxfp8 = _Mxfp8(pattern, input, norm_out, quant_out, scale_out, layout_code)
-        norm_out = mxfp8.norm
+        check, norm_out = mxfp8.check, mxfp8.norm
         pattern, quant_out, scale_out, layout_code = AllReduceFusionPattern.kARResidualRMSNorm, None, None, None
     if pattern == AllReduceFusionPattern.kAllReduce and output is None:
         output = _empty_like(input)
     if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
         norm_out = _empty_like(residual_in)
-
-    def check() -> None:
-        if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
-            raise NotImplementedError(
-                "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink "
-                "multicast alone; served is kMoEFinalizeARResidualRMSNorm"
-            )
-        if moe_finalize_backend != "trtllm":
-            refuse_backend("moe_finalize_backend", moe_finalize_backend)
-        if mxfp8 is not None:
-            mxfp8.check()
 
     operands = _Operands(
         input=input,
@@ -230,6 +226,13 @@ _OF_MXFP8 = (
     AllReduceFusionPattern.kARResidualRMSNormMXFP8Quant,
     AllReduceFusionPattern.kARResidualRMSNormOutMXFP8Quant,
 )
+
+
+def _refuse_finalize_to_fp8() -> NoReturn:
+    raise NotImplementedError(
+        "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant, which flashinfer has for NVLink multicast "
+        "alone; served is kMoEFinalizeARResidualRMSNorm"
+    )
 
 
 def refuse_backend(name: str, backend: str) -> NoReturn:

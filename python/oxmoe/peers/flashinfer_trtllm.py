@@ -9,7 +9,7 @@ from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
 from oxmoe.operands import check_tensor
-from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, activation_name, activation_of
+from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
     DEEPSEEK_ROWS,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 # flashinfer's enumerations, as far as both versions number them alike.
 DEEPSEEK_FP8, MXFP8 = 1, 2  # Fp8QuantizationType
-SWIGLU = 3  # ActivationType
 # Activations that flashinfer has for MxFp8, of those that are served.
 _OF_MXFP8 = ("Swiglu", "SwigluStep", "Geglu", "Relu2")
 _SERVED = "Swiglu (3) and with MxFp8 Geglu (4), Relu2 (6) and, as a member of the enumeration, SwigluStep"
@@ -340,8 +339,7 @@ def trtllm_fp8_block_scale_moe(
     that function made (then the four tensors and what belongs to them are not looked at), which also spares describing
     them at every call. gemm1_alpha, gemm1_beta, gemm1_clamp_limit: fp32 [El], as ExpertWeights' alpha, beta and limit.
     activation_type: Swiglu (3), and with MxFp8 Geglu (4), Relu2 (6) and the member SwigluStep of flashinfer's
-    ActivationType.
-    SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
+    ActivationType. SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
 
     Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
     the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. workspace_buffer: uint8 or int8,
