@@ -24,3 +24,28 @@ pub use quant::ffi::{
     QuantizeMxfp4Params, QuantizeMxfp8Params, QuantizeNvfp4Params, QuantizeRowsParams, ScaleBytesParams, ScaleView,
 };
 pub use tiles::ffi::TileRowsParams;
+
+impl SelectParams {
+    /// A choice without logits: ids and weights are given.
+    #[allow(dead_code)] // the build script launches nothing
+    pub const NO_LOGITS: SelectParams = SelectParams {
+        logits: std::ptr::null(),
+        logits_dtype: Dtype::F32,
+        tokens: 0,
+        experts: 0,
+        top_k: 0,
+        correction_bias: std::ptr::null(),
+        scoring: Scoring::Softmax,
+        renormalize: false,
+        scale: 1.0,
+        group_score: GroupScore::None,
+        groups: 0,
+        topk_group: 0,
+        shared_experts: 0,
+        shared_weight: 0.0,
+        order_by_id: false,
+        num_token_non_padded: std::ptr::null(),
+        ids: std::ptr::null_mut(),
+        weights: std::ptr::null_mut(),
+    };
+}

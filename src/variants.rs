@@ -44,7 +44,7 @@ pub enum Family {
     // Packed weights on Hopper.
     GroupedGemmPackedSm90,
     GroupedGemmMxfp4E4m3Sm90,
-    RoutedLayerMxfp4Sm90,
+    RoutedLayerPackedSm90,
     // e4m3 weights on Hopper.
     GroupedGemmFp8Sm90,
     GroupedGemmFp8WideSm90,
@@ -113,7 +113,7 @@ pub static FAMILIES: [Row; 58] = [
     layer::ROUTED_LAYER.row,
     packed::GEMM.row,
     packed::MXFP4_E4M3.row,
-    packed::MXFP4_LAYER.row,
+    packed::LAYER.row,
     fp8::GEMM.row,
     fp8::WIDE.row,
     fp8::WIDE_CUT.row,

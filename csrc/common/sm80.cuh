@@ -38,6 +38,9 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&words)[4], uint32_t fr
                  : "r"(from)
                  : "memory");
 }
+__device__ __forceinline__ void load_shared_8(uint32_t (&words)[2], uint32_t from) {
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from) : "memory");
+}
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t from) {
     uint32_t word;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");

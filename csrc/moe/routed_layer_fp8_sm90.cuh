@@ -94,7 +94,7 @@ struct RoutedLayerFp8Sm90 {
         const Input input(p);
         Vectors vectors;
         input.load(vectors);
-        shared.slots.template route<kThreads, Plain>(p.select, p.experts, p.first_expert);
+        shared.slots.template route<kThreads, Plain>(p);
         if (warp != 0) quantise_input(input, vectors, layout, shared);
         const Units units(p.layer, shared.slots.tile_count());
         if (warp >= 4) {

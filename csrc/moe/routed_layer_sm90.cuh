@@ -85,7 +85,7 @@ struct RoutedLayerSm90 {
         const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
         if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
-        shared.slots.template route<kThreads>(p.select, p.experts, p.first_expert);
+        shared.slots.template route<kThreads>(p);
         if (warp >= 4) {
             consume(p, shared);
         } else if (warp == 0) {

@@ -67,7 +67,7 @@ public:
         for (int i = threadIdx.x; i < words; i += blockDim.x) {
             int word;
             if (each == 4) {
-                const int4 c = reinterpret_cast<const int4*>(counts_)[i];
+                const ::int4 c = reinterpret_cast<const ::int4*>(counts_)[i];
                 word = c.x | c.y << 8 | c.z << 16 | c.w << 24;
             } else {
                 word = counts_[2 * i] | counts_[2 * i + 1] << 16;
@@ -88,7 +88,7 @@ class Schedule {
     const RouteParams& params_;
     Sum* warp_sums_ = reinterpret_cast<Sum*>(shared_words());
     int2* totals_ = reinterpret_cast<int2*>(shared_words() + kFixedBytes / 4 - 2);  // slots, tiles
-    int4* spans_ = reinterpret_cast<int4*>(shared_words() + kFixedBytes / 4);       // first place, slots, first tile, tiles
+    ::int4* spans_ = reinterpret_cast<::int4*>(shared_words() + kFixedBytes / 4);       // first place, slots, first tile, tiles
     int2 total_, tiles_;                                                            // slots and tiles of this thread's experts
     Sum sum_;  // sum over all experts up to this thread's, in its warp
 
@@ -148,10 +148,10 @@ public:
         const int id = blockIdx.x * blockDim.x + threadIdx.x, ids = gridDim.x * blockDim.x;
         // Each expert has 1 to 8 threads, as many as the grid has.
         const int each_log2 = min(31 - __clz(ids / params_.experts), 3), each = 1 << each_log2;
-        int4* tiles = reinterpret_cast<int4*>(params_.tiles);
+        ::int4* tiles = reinterpret_cast<::int4*>(params_.tiles);
 #pragma unroll 1
         for (int e = id >> each_log2; e < params_.experts; e += ids >> each_log2) {
-            const int4 span = spans_[e];
+            const ::int4 span = spans_[e];
             // Tiles are cut evenly: a full tile and a small rest would take longer than two halves.
             TileCut cut{span.y, 1, 0};
             if (span.w > 1) {

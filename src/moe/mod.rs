@@ -241,7 +241,8 @@ fn forward<'py>(
         contract!("topk_ids: dimension 1 \"top_k\": expected 1 to {MAX_TOP_K}, got {top_k}");
     }
     ids::check(topk_ids.py(), &contract, &ids, layer.desc.experts * options.ep_size)?;
-    let routed = Routed { tokens: tokens.x.shape()[0], top_k, logits: None, routes_inside: false };
+    let routes_inside = tokens.scale.is_none() && !options.apply_router_weight_on_input;
+    let routed = Routed { tokens: tokens.x.shape()[0], top_k, logits: None, routes_inside };
     let routing = Routing::Given { weights: &weights, ids: &ids };
     run(contract, layer, tokens, (routed, routing), options, (out, workspace))
 }

@@ -128,6 +128,18 @@ impl Parameters<'_> {
         })
     }
 
+    /// The top-k of a layer in one launch: that of `select`, or without logits, where ids and weights are given.
+    pub fn chosen(&self) -> SelectParams {
+        let (tokens, top_k) = self.tokens();
+        self.select().unwrap_or_else(|| SelectParams {
+            tokens,
+            top_k,
+            ids: self.at(self.program.ids),
+            weights: self.at(self.program.slot_weights),
+            ..SelectParams::NO_LOGITS
+        })
+    }
+
     pub fn route(&self) -> RouteParams {
         let (ws, schedule) = (&self.program.workspace, &self.program.schedule);
         let (tokens, top_k) = self.tokens();
@@ -333,12 +345,13 @@ impl Parameters<'_> {
     }
 
     /// The routing, both GEMMs and the combine. `counters`: those of `Counts::Layer`.
-    pub fn routed_layer(&self, select: SelectParams, counters: *mut i32) -> RoutedLayerParams {
+    pub fn routed_layer(&self, counters: *mut i32) -> RoutedLayerParams {
         let layer = LayerParams { tiles_done: null_mut(), rows_done: null_mut(), ..self.layer() };
         let blocks = |gemm: &GroupedGemmParams| (gemm.k as u32).div_ceil(64) as i32;
         RoutedLayerParams {
             layer,
-            select,
+            select: self.chosen(),
+            ids_are_i64: self.operands.ids_are_i64,
             counters,
             experts: self.layer.desc.experts as i32,
             first_expert: self.operands.first_expert,

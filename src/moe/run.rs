@@ -83,8 +83,7 @@ impl Runner<'_> {
                 stream.launch(name, launch, (up, down, &p.layer()))
             }
             Step::RoutedLayer(launch) => {
-                let select = p.select().ok_or_else(misplaced)?;
-                let params = p.routed_layer(select, self.own_counters(name, Counts::Layer)?);
+                let params = p.routed_layer(self.own_counters(name, Counts::Layer)?);
                 match launch {
                     RoutedLayerLaunch::Plain(launch) => stream.launch(name, launch, &params),
                     RoutedLayerLaunch::Mapped(launch) => {

@@ -338,8 +338,10 @@ pub mod ffi {
     #[derive(Clone, Copy, Debug)]
     struct RoutedLayerParams {
         layer: LayerParams,
-        /// The top-k, without bias and groups unless the kernel knows them. Its `ids` and `weights` are not written.
+        /// The top-k, without bias and groups unless the kernel knows them. Its `ids` and `weights` are not written. If `logits` is null,
+        /// ids and weights are given: `ids` points to i32 or i64.
         select: SelectParams,
+        ids_are_i64: bool,
         /// `LayerCounters`, as an earlier launch left them, or 0. Launches that may overlap have different counters.
         counters: *mut i32,
         /// Local experts, which begin at the global id `first_expert`.

@@ -39,6 +39,8 @@ pub struct FormRow {
     pub tiles: &'static [Kernel<GemmPairParams>],
     /// The tiles for a K of whole stages of four blocks. One is taken if it is as narrow as the tile whose place it takes.
     pub fours: &'static [Kernel<GemmPairParams>],
+    /// The kernels of a layer in one launch, those for fewer experts first.
+    pub layers: &'static [Kernel<RoutedLayerParams>],
     /// The tiles of the portable GEMM, sorted by tokens.
     pub portable: &'static [Kernel<GroupedGemmParams>],
     /// The kernel that packs, if it is a `Pack`.
@@ -78,6 +80,7 @@ const MXFP4: FormRow = FormRow {
         tile(Form::Mxfp4, 192, 3, 5, 1),
     ],
     fours: &fours(Form::Mxfp4),
+    layers: &[packed::layer(Form::Mxfp4, (12, 3), (128, true)), layer(Form::Mxfp4)],
     portable: &portable::MXFP4_TILES,
     pack: None,
 };
@@ -100,6 +103,7 @@ const MXFP8: FormRow = FormRow {
         tile(Form::Mxfp8, 192, 3, 5, 1),
     ],
     fours: &[],
+    layers: &[],
     portable: &[portable_tile(Form::Mxfp8)],
     ..MXFP4
 };
@@ -121,6 +125,7 @@ const NVFP4: FormRow = FormRow {
         tile(Form::Nvfp4, 192, 3, 5, 1),
     ],
     fours: &fours(Form::Nvfp4),
+    layers: &[],
     portable: &[portable_tile(Form::Nvfp4)],
     pack: Some(quant::pack_of(Form::Nvfp4)),
     ..MXFP4
@@ -135,6 +140,7 @@ const INT4: FormRow = FormRow {
     scale_bytes: 256,
     tiles: &int4_tiles(Form::Int4),
     fours: &fours(Form::Int4),
+    layers: &[layer(Form::Int4)],
     portable: &[portable_tile(Form::Int4)],
     pack: Some(quant::pack_of(Form::Int4)),
     ..MXFP4
@@ -148,6 +154,7 @@ const INT4_ZEROS: FormRow = FormRow {
     scale_bytes: 384,
     tiles: &int4_tiles(Form::Int4Zeros),
     fours: &fours(Form::Int4Zeros),
+    layers: &[layer(Form::Int4Zeros)],
     portable: &[portable_tile(Form::Int4Zeros)],
     ..INT4
 };
@@ -174,6 +181,11 @@ const fn fours(form: Form) -> [Kernel<GemmPairParams>; 3] {
     [tile(form, 48, 4, 3, 4), tile(form, 64, 4, 3, 4), tile(form, 80, 3, 3, 4)]
 }
 
+/// The layer in one launch for every router of up to 384 experts. Two rings of four stages leave room for two tokens of 7168 columns.
+const fn layer(form: Form) -> Kernel<RoutedLayerParams> {
+    packed::layer(form, (8, 4), (384, false))
+}
+
 /// The portable tile of a form that has only one, so that there are few instances (`kOneTile` in C++). It multiplies only the tokens that
 /// there are. Two CTAs fit in 99 KiB. The choice was not measured.
 const fn portable_tile(form: Form) -> Kernel<GroupedGemmParams> {
@@ -196,6 +208,7 @@ pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for row in &FORMS {
         all.extend(both_forms(row.tiles).chain(both_forms(row.fours)).chain(both_forms(row.portable)));
+        all.extend(both_forms(row.layers));
         all.extend(row.pack.map(Kernel::variant).filter(|pack| pack.form == row.form));
     }
     all

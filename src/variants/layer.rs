@@ -14,7 +14,7 @@ pub const LAYER: Kernels<Layer> = Kernels::new(Row {
 });
 
 pub const ROUTED_LAYER: Kernels<RoutedLayer> = Kernels::new(Row {
-    shared: Shared::Fixed(|v| shared_bytes(v, INNER_COLUMNS * 2 * v.tokens + 24 + 720)),
+    shared: Shared::Fixed(|v| shared_bytes(v, INNER_COLUMNS * 2 * v.tokens + 24 + few_slots_bytes(128))),
     traits: |_| &[Trait::OneLaunch, Trait::Counts],
     family: Family::RoutedLayerSm90,
     name: "routed_layer_sm90",
@@ -35,4 +35,10 @@ pub const INNER_COLUMNS: u32 = 2048;
 /// GEMM2's tokens, three barriers and `FewSlots`.
 fn shared_bytes(v: &Variant, rest: u32) -> u32 {
     (v.stages * (v.tokens * 128 + 8192) + 2 * 8 * v.stages + rest).next_multiple_of(128)
+}
+
+/// Bytes of `FewSlotsOf<experts>`: for each of 64 slots an expert, two places, a tile and a weight; a bit for each expert, and two words.
+pub const fn few_slots_bytes(experts: u32) -> u32 {
+    let id = if experts <= 128 { 1 } else { 2 };
+    64 * (id + 2 + 4 + 4) + experts / 8 + 8
 }

@@ -36,26 +36,30 @@ pub const MXFP4_E4M3: Kernels<GroupedGemmParams> = Kernels::new(Row {
     ..GEMM.row
 });
 
-/// A layer of a token or two with packed MXFP4 weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a
-/// ring of `stages` stages of `blocks` K blocks of 64 rows. Four more warps help.
-pub const MXFP4_LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
+/// A layer of a token or two with packed weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a ring of
+/// `stages` stages of `blocks` K blocks of 64 rows. Four more warps help. `experts`: most local experts, and most with a router logit.
+pub const LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     arguments: &[
         Argument::Gated,
+        Argument::Form,
         Argument::Number(|v| v.warps, ""),
         Argument::Number(|v| v.blocks, ""),
         Argument::Number(|v| v.stages, ""),
+        EXPERTS,
+        PLAIN,
     ],
-    unit_by: &[Argument::Gated],
+    unit: "routed_layer_{form}_sm90",
+    unit_by: &[Argument::Gated, Argument::Form],
     hopper: true,
     threads: |v| 32 * (v.warps + 4),
     shared: Shared::Fixed(|_| LAYER_SHARED_BYTES),
     ctas: |_| 2,
     traits: |_| &[Trait::OneLaunch, Trait::Counts],
     ..Row::new(
-        Family::RoutedLayerMxfp4Sm90,
-        "routed_layer_mxfp4_sm90",
-        "RoutedLayerMxfp4Sm90",
-        "moe/routed_layer_mxfp4_sm90.cuh",
+        Family::RoutedLayerPackedSm90,
+        "routed_layer_{form}_sm90",
+        "RoutedLayerPackedSm90",
+        "moe/routed_layer_packed_sm90.cuh",
     )
 });
 
@@ -67,8 +71,14 @@ const fn e4m3(tokens: u32, consumers: u32, stages: u32, blocks: u32) -> Kernel<G
 pub const MXFP4_E4M3_TILES: [Kernel<GroupedGemmParams>; 5] =
     [e4m3(16, 1, 3, 6), e4m3(16, 2, 4, 4), e4m3(64, 3, 4, 4), e4m3(128, 3, 3, 4), e4m3(192, 3, 5, 2)];
 
-pub const MXFP4_LAYER_TILE: Kernel<RoutedLayerParams> =
-    MXFP4_LAYER.with(Variant { tokens: 8, warps: 12, blocks: 4, stages: 3, ..Variant::NONE });
+/// The layer in one launch for up to `experts` experts. `plain`: top-k without bias and groups.
+pub const fn layer(
+    form: Form,
+    (warps, stages): (u32, u32),
+    (experts, plain): (u32, bool),
+) -> Kernel<RoutedLayerParams> {
+    LAYER.with(Variant { form, tokens: 8, warps, blocks: 4, stages, experts, flag: plain, ..Variant::NONE })
+}
 
 /// Shared memory of a CTA of a layer in one launch: half of an SM's, so that the next launch's CTAs start before this launch's CTAs end.
 const LAYER_SHARED_BYTES: u32 = 113 * 1024;
@@ -78,8 +88,8 @@ const LAYER_SHARED_BYTES: u32 = 113 * 1024;
 pub fn fits_beside_rings(tile: &Variant, up: i64, down: i64) -> bool {
     let stages = tile.warps / 4 * tile.stages;
     // `Shared` has tables, two barriers for each stage, and five more. It is aligned to 128.
-    let shared = (720 + 8 * (2 * stages + 5)).next_multiple_of(128);
-    let rings = stages * tile.blocks * (2048 + 128);
+    let shared = (layer::few_slots_bytes(tile.experts) + 8 * (2 * stages + 5)).next_multiple_of(128);
+    let rings = stages * tile.blocks * tile.form.block_bytes();
     i64::from(shared + rings) + up + 2 * down <= i64::from(LAYER_SHARED_BYTES)
 }
 
@@ -88,7 +98,6 @@ pub fn all() -> Vec<Variant> {
     let mut all = Vec::new();
     for gated in [true, false] {
         all.extend(MXFP4_E4M3_TILES.map(|tile| tile.gated(gated).variant()));
-        all.push(MXFP4_LAYER_TILE.gated(gated).variant());
     }
     all
 }

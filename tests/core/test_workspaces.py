@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import Shape, make_layer, make_workspace, make_x, tie_free_logits
+from cases import Shape, apart, make_layer, make_workspace, make_x, tie_free_logits
 from fake_cuda.harness import asked, execute, parameters_of
 from fp8_cases import make_fp8
 from mxfp4_cases import make_blocks
@@ -78,7 +78,7 @@ def routed(kind: str, rng: torch.Generator) -> tuple[Callable[[Tensor | None], T
     }[kind]()
     x = make_x(tokens, shape, torch.bfloat16, "cuda", rng)
     logits = tie_free_logits(tokens, 16, rng).cuda()
-    expected = oxmoe.moe(x, weights, *oxmoe.topk(logits, 4))
+    expected = apart(x, weights, *oxmoe.topk(logits, 4))
     return (
         lambda workspace: oxmoe.moe(x, weights, router_logits=logits, top_k=4, workspace=workspace),
         expected,

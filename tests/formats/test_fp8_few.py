@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import ACTIVATIONS, Shape, tie_free_groups, tie_free_logits
+from cases import ACTIVATIONS, Shape, apart, tie_free_groups, tie_free_logits
 from fp8_cases import MODELS, call, check, make_fp8
 from oxmoe.testing import same_bits
 
@@ -37,7 +37,7 @@ def test_logits_and_ids_are_the_same_call(shape: Shape, tokens: int, device: str
     if tokens == 5:
         check(layer, x, made=made, router_logits=logits, top_k=shape.top_k)
     inside = call(x, made, router_logits=logits, top_k=shape.top_k)
-    assert same_bits(inside, call(x, made, *oxmoe.topk(logits, shape.top_k)))
+    assert same_bits(inside, apart(x, made, *oxmoe.topk(logits, shape.top_k)))
 
 
 @pytest.mark.parametrize("groups", [0, 4])
@@ -57,7 +57,7 @@ def test_bias_and_groups(tokens: int, groups: int, device: str, rng: torch.Gener
         if shape == FEW[0]:
             check(layer, x, topk_weights, topk_ids, made=made)
         inside = call(x, made, router_logits=logits, top_k=shape.top_k, **router)
-        assert same_bits(inside, call(x, made, topk_weights, topk_ids))
+        assert same_bits(inside, apart(x, made, topk_weights, topk_ids))
 
 
 @pytest.mark.parametrize("group_score_of", ["bias", "score"])
@@ -79,7 +79,7 @@ def test_bias_and_logits_that_are_not_finite(group_score_of: str, device: str, r
             chosen = oxmoe.topk(logits, shape.top_k, **router)
             inside = call(x, made, router_logits=logits, top_k=shape.top_k, **router)
             assert bool(inside.isfinite().all())
-            assert same_bits(inside, call(x, made, *chosen))
+            assert same_bits(inside, apart(x, made, *chosen))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_activations(name: str, device: str, rng: torch.Generator) -> None:
     x, logits = layer.x(3, rng), logits_of(3, shape, device, rng)
     check(layer, x, router_logits=logits, top_k=shape.top_k)
     made = layer.weights()
-    assert same_bits(call(x, made, router_logits=logits, top_k=4), call(x, made, *oxmoe.topk(logits, 4)))
+    assert same_bits(call(x, made, router_logits=logits, top_k=4), apart(x, made, *oxmoe.topk(logits, 4)))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_models(shape: Shape, tokens: int, rng: torch.Generator) -> None:
     layer = make_fp8(shape, "cuda", rng)
     made, x, logits = layer.weights(), layer.x(tokens, rng), logits_of(tokens, shape, "cuda", rng)
     inside = call(x, made, router_logits=logits, top_k=8)
-    assert same_bits(inside, call(x, made, *oxmoe.topk(logits, 8)))
+    assert same_bits(inside, apart(x, made, *oxmoe.topk(logits, 8)))
 
 
 @pytest.mark.gpu
@@ -159,4 +159,4 @@ def test_graph_takes_other_tokens(rng: torch.Generator) -> None:
         logits.copy_(logits_of(4, shape, "cuda", rng))
         out.fill_(math.nan)
         graph.replay()
-        assert same_bits(out, call(x, made, *oxmoe.topk(logits, 8)))
+        assert same_bits(out, apart(x, made, *oxmoe.topk(logits, 8)))

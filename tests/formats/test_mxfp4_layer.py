@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import ACTIVATIONS, GPT_OSS, MODELS, Shape, make_workspace, tie_free_logits
+from cases import ACTIVATIONS, GPT_OSS, MODELS, Shape, apart, make_workspace, tie_free_logits
 from mxfp4_cases import Blocks, call, check, make_blocks
 from oxmoe.testing import same_bits
 
@@ -53,7 +53,7 @@ def check_rows(blocks: Blocks, weights: oxmoe.ExpertWeights, logits: Tensor, rng
     x = blocks.x(tokens, rng)
     given = check(blocks, x, *oxmoe.topk(logits, top_k), made=weights)
     one = call(x, weights, router_logits=logits, top_k=top_k)
-    assert same_bits(one, call(x, weights, *oxmoe.topk(logits, top_k)))
+    assert same_bits(one, apart(x, weights, *oxmoe.topk(logits, top_k)))
     assert one.shape == given.shape
 
 
@@ -85,7 +85,7 @@ def test_padded_hidden(hidden: int, rng: torch.Generator) -> None:
         x = torch.randn((tokens, hidden), generator=rng).bfloat16().cuda()
         logits = tie_free_logits(tokens, shape.experts, rng).cuda()
         one = call(x, weights, router_logits=logits, top_k=shape.top_k)
-        assert same_bits(one, call(x, weights, *oxmoe.topk(logits, shape.top_k)))
+        assert same_bits(one, apart(x, weights, *oxmoe.topk(logits, shape.top_k)))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -103,7 +103,7 @@ def test_any_workspace_rank_and_padding(scoring: str, device: str, rng: torch.Ge
         for rank in (0, 1):
             if fill is not None:
                 workspace.fill_(fill)
-            rows = oxmoe.moe(x, weights, *ids, ep_size=2, ep_rank=rank)
+            rows = apart(x, weights, *ids, ep_size=2, ep_rank=rank)
             options = {"ep_size": 2, "ep_rank": rank, "workspace": workspace}
             assert same_bits(oxmoe.moe(**chosen(x, logits, top_k, **routing, **options), weights=weights), rows)
 
@@ -156,7 +156,7 @@ def test_replays(tokens: int, rng: torch.Generator) -> None:
     for i, logit in enumerate(logits):
         row = xs[i % 4]
         for weights in layers:
-            row = oxmoe.moe(row, weights, *oxmoe.topk(logit, shape.top_k))
+            row = apart(row, weights, *oxmoe.topk(logit, shape.top_k))
         expected.append(row)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for replay in range(500):
@@ -180,7 +180,7 @@ def test_two_streams(graphs: bool, rng: torch.Generator) -> None:
         weights, x, logits = blocks.weights(), blocks.x(2, rng), tie_free_logits(2, shape.experts, rng).cuda()
         workspace = make_workspace(oxmoe.workspace_bytes(weights, 2, shape.top_k), "cuda")
         calls.append((chosen(x, logits, shape.top_k, out=torch.empty_like(x), workspace=workspace), weights))
-    expected = [call(g["x"], w, *oxmoe.topk(g["router_logits"], shape.top_k)) for g, w in calls]
+    expected = [apart(g["x"], w, *oxmoe.topk(g["router_logits"], shape.top_k)) for g, w in calls]
     torch.cuda.synchronize()
     runs: list[Callable[[], object]] = [partial(oxmoe.moe, **given, weights=weights) for given, weights in calls]
     if graphs:

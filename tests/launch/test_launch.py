@@ -101,17 +101,13 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
         plan, made = planned(result["explain_by_arch"]), [asked(launch) for launch in launches(result["records"])]
         assert plan and result["returned_out"]
         assert planned(result["explain"]) == plan, "the plan for this GPU is not the plan for its architecture"
-        if result["routing"] == "logits":
+        if result["routing"] == "logits" or plan[0][0].startswith("routed"):
             assert made == plan
         else:
             routing = [name for name, *_ in made if name in ("route_e0", "histogram", "place_given")]
             assert routing in (["route_e0"], ["histogram", "place_given"])
             behind = [launch for launch in plan if launch[0].startswith(("grouped", "layer", "combine"))]
-            if plan[0][0].startswith("routed"):
-                # With given ids no launch contains the routing.
-                assert made[1][0].startswith(("grouped", "layer"))
-            else:
-                assert behind and made[len(routing) :] == behind
+            assert behind and made[len(routing) :] == behind
 
 
 def test_stats_count_every_launch(recorded: tuple[int, list[dict[str, Any]]]) -> None:
@@ -252,12 +248,11 @@ def test_parameters_point_at_the_operands(recorded: tuple[int, list[dict[str, An
         elif fused is None:
             assert counters == 2
         elif counters is None:
-            assert (fused.select.logits, fused.select.top_k, fused.experts, fused.first_expert) == (
-                given["router_logits"],
-                layer["top_k"],
-                layer["experts"],
-                0,
-            )
+            select = fused.select
+            assert select.logits == (given["router_logits"] if from_logits else 0)
+            assert (select.ids, select.weights, fused.ids_are_i64) == (ids, weights, result["routing"] == "int64")
+            assert (select.tokens, select.top_k) == (result["tokens"], layer["top_k"])
+            assert (fused.experts, fused.first_expert) == (layer["experts"], 0)
             assert fused.extra_rounds == -(-layer["hidden"] // 64) // -(-layer["intermediate"] // 64)
         else:
             row_blocks = -(-layer["hidden"] // 64)

@@ -48,30 +48,37 @@ def check_packing(result: dict[str, Any], layer: dict[str, Any]) -> None:
 
 @layers
 def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
-    tokens = [1, 7, 300, 2000, 20000]
+    tokens = [1, 2, 7, 300, 2000, 20000]
     result = execute(driver, tmp_path, "int4_calls", {**layer, "top_k": 4, "tokens": tokens})
     assert result["format"] == ("int4-zeros" if layer.get("zeros") else "int4")
     check_packing(result, layer)
-    kernels = set()
+    kernels, form = set(), "gated" if layer.get("gated", True) else "plain"
+    option = "_zeros" if layer.get("zeros") else ""
     for call in result["calls"]:
         made = launches(call["records"])
         found = re.findall(r"^ +(\d+) \+ \d+ +(\w+)$", call["explain"], re.MULTILINE)
         ranges = {name: call["workspace"] + int(offset) for offset, name in found}
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
-        *_, both, combine = made
-        assert combine["kernel"] == "combine_bf16"
-        kernels.add(both["kernel"])
-        (pair,) = parameters_of(both)
-        p, q = pair.up, pair.down
-        assert (pair.tiles, pair.row_counts) == (p.tiles, 0)
+        if call["tokens"] <= 2:
+            (one,) = made
+            assert one["kernel"] == f"routed_layer_int4_sm90_{form}{option}_e384_any" and one["cooperative"]
+            (whole,) = parameters_of(one)
+            p, q = whole.layer.up, whole.layer.down
+            assert (whole.experts, whole.select.tokens) == (layer["experts"], call["tokens"])
+        else:
+            *_, both, combine = made
+            assert combine["kernel"] == "combine_bf16"
+            kernels.add(both["kernel"])
+            (pair,) = parameters_of(both)
+            p, q = pair.up, pair.down
+            assert (pair.tiles, pair.row_counts) == (p.tiles, 0)
         assert (p.rows, q.rows) == (layer["intermediate"] * (2 if layer.get("gated", True) else 1), layer["hidden"])
         assert (p.x, p.row_divisor, p.out_global_scales) == (call["x"], 4, 0)
         assert (p.out, q.x, q.out) == (ranges["hidden"], ranges["hidden"], ranges["rows"])
         for gemm, (codes, scales, factors) in zip((p, q), result["packed"], strict=True):
             assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
-    form = "gated" if layer.get("gated", True) else "plain"
-    name = f"grouped_gemm_int4_sm90_{form}{'_zeros' if layer.get('zeros') else ''}_t"
+    name = f"grouped_gemm_int4_sm90_{form}{option}_t"
     assert all(kernel.startswith(name) for kernel in kernels) and len(kernels) >= 2
 
 

@@ -210,7 +210,7 @@ def test_calls(layer: dict[str, Any], driver: Path, tmp_path: Path) -> None:
         form = "gated" if layer.get("gated", True) else "plain"
         if call["tokens"] <= 2 and hidden % 8 == 0:
             (one,) = made
-            assert one["kernel"] == f"routed_layer_mxfp4_sm90_{form}" and one["cooperative"] and one["pdl"]
+            assert one["kernel"] == f"routed_layer_mxfp4_sm90_{form}_e128" and one["cooperative"] and one["pdl"]
             (together,) = parameters_of(one)
             p, q, c = together.layer.up, together.layer.down, together.layer.combine
             assert (together.experts, together.select.tokens) == (layer["experts"], call["tokens"])

@@ -209,6 +209,17 @@ def make_x(tokens: int, shape: Shape, dtype: torch.dtype, device: str, rng: torc
     return torch.randn((tokens, shape.hidden), generator=rng).to(dtype).to(device)
 
 
+def apart(x: Tensor, weights: Any, topk_weights: Tensor, topk_ids: Tensor, **options: Any) -> Tensor:
+    """Returns `moe` in separate launches: behind the tokens follow eight without experts, too many for one launch."""
+    import oxmoe
+
+    rows = len(x)
+    x = torch.cat([x, x.new_zeros((8, x.shape[1]))])
+    topk_weights = torch.cat([topk_weights, topk_weights.new_zeros((8, topk_weights.shape[1]))])
+    topk_ids = torch.cat([topk_ids, topk_ids.new_full((8, topk_ids.shape[1]), -1)])
+    return oxmoe.moe(x, weights, topk_weights, topk_ids, **options)[:rows]
+
+
 def make_workspace(size: int, device: torch.device | str) -> Tensor:
     """Returns size bytes of 0xFF (NaN as a float, -1 as an index), 256-byte aligned: torch aligns to 64 on CPU."""
     room = torch.full((size + 256,), 0xFF, dtype=torch.uint8, device=device)

@@ -289,16 +289,17 @@ fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Opti
     let long = up.k > LONG_HIDDEN;
     // Few long units of GEMM1 end sooner if each has a multiprocessor to itself.
     let alone = long && units(2 * tiles, row_blocks[0]) <= device.multiprocessors;
-    let logits = call.logits?;
+    // Without logits the kernel's tables have room for local experts alone, and it needs to know no router.
+    let (tables, plain) = call.logits.map_or((up.experts, true), |logits| (logits.experts.into(), logits.plain));
     let (experts, ctas) =
-        fp8::LAYERS.into_iter().find(|(most, ctas)| *most >= logits.experts && (*ctas == 1) == alone)?;
+        fp8::LAYERS.into_iter().find(|(most, ctas)| i64::from(*most) >= tables && (*ctas == 1) == alone)?;
     let fits = sm90::routes_inside(call, up, i64::from(experts), up.gated)
         && call.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
         && down.k <= LAYER_INNER;
-    let kernel = fp8::layer(up.gated, (experts, ctas), logits.plain);
+    let kernel = fp8::layer(up.gated, (experts, ctas), plain);
     fits.then(|| Launch {
         kernel,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.

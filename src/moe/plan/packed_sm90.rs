@@ -10,7 +10,7 @@ use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::kernel::Launch;
 use crate::quant::{Activations, Borders, Format, PackedGemms, Packing, Weights};
-use crate::variants::packed::{fits_beside_rings, MXFP4_LAYER_TILE};
+use crate::variants::packed::fits_beside_rings;
 use crate::variants::Variant;
 
 pub const KERNELS: KernelSet = KernelSet {
@@ -193,31 +193,32 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
 /// and one launch in an earlier form:
 ///   gpt-oss-120b (E128 k4)   M 1  30.3, 23.8;   M 2  47.1, 41.0;   M 4  67.0, 68.3;   M 8  117.0, 112.2
 /// The launches of the last two took all of an SM's shared memory, which they need. The present form takes 1.3 less at M 1, and 16 % less
-/// at M 2 (docs/kernels/routed_layer_mxfp4_sm90.md).
+/// at M 2 (docs/kernels/routed_layer_packed_sm90.md).
 const LAYER_TOKENS: i64 = 2;
 
 fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     let Gemms { up, down, device, .. } = gemms;
     // Bytes of the tokens in shared memory: each token has K blocks of 64 and 16 bytes more, and 64 bytes follow the last.
     let bytes = |gemm: &GemmDesc| call.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
-    let fits = up.format == Format::Mxfp4
-        && sm90::routes_inside(call, up, sm90::ROUTED_EXPERTS, false)
-        && call.tokens <= LAYER_TOKENS
-        // A CTA has room for GEMM2's tokens of two tiles. It has more tiles if there are fewer CTAs than tiles.
-        && up.slots.min(up.experts) <= i64::from(device.multiprocessors)
-        && fits_beside_rings(&MXFP4_LAYER_TILE, bytes(up), bytes(down));
-    let kernel = MXFP4_LAYER_TILE.gated(up.gated);
-    fits.then(|| {
-        let launch = Launch {
-            kernel,
-            // NOTE: an SM has one CTA, though two fit: the other place is for the next launch.
-            grid: device.multiprocessors,
-            block: kernel.threads(),
-            cluster: 1,
-            shared_bytes: kernel.shared_bytes().unwrap_or(0),
-        };
-        Step::RoutedLayer(RoutedLayerLaunch::Plain(launch))
-    })
+    // A CTA has room for GEMM2's tokens of two tiles. It has more tiles if there are fewer CTAs than tiles.
+    let fits = call.tokens <= LAYER_TOKENS
+        && up.format.activations() == Activations::Kept
+        && sm90::most_tiles(call, up) <= i64::from(device.multiprocessors);
+    let layers = if fits { packing(up.format).form.row().layers } else { &[] };
+    let kernel = layers.iter().find(|kernel| {
+        sm90::routes_inside(call, up, i64::from(kernel.experts), !kernel.flag)
+            && fits_beside_rings(kernel, bytes(up), bytes(down))
+    })?;
+    let kernel = kernel.gated(up.gated);
+    let launch = Launch {
+        kernel,
+        // NOTE: an SM has one CTA, though two fit: the other place is for the next launch.
+        grid: device.multiprocessors,
+        block: kernel.threads(),
+        cluster: 1,
+        shared_bytes: kernel.shared_bytes().unwrap_or(0),
+    };
+    Some(Step::RoutedLayer(RoutedLayerLaunch::Plain(launch)))
 }
 
 /// Every kernel that a layer's calls may take.
@@ -231,8 +232,8 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
             tiles.iter().flat_map(|tile| [layer.gated, false].map(|gated| tile.gated(gated).variant())).collect()
         }
     };
-    if layer.format == Format::Mxfp4 {
-        all.push(MXFP4_LAYER_TILE.gated(layer.gated).variant());
+    if layer.format.activations() == Activations::Kept {
+        all.extend(form.row().layers.iter().map(|kernel| kernel.gated(layer.gated).variant()));
     }
     all
 }
@@ -327,43 +328,72 @@ mod tests {
         assert_eq!([1, 2, 4, 6].map(|tokens| grid(Format::Mxfp4, kimi, tokens)), [(396, 3); 4]);
     }
 
+    /// The kernel of the layer in one launch, if it has one. `logits`: whether tokens choose experts, and whether the router is plain.
+    fn one_launch(
+        device: &Device,
+        (format, experts, hidden, intermediate): (Format, i64, i64, i64),
+        (tokens, top_k): (i64, i64),
+        logits: Option<bool>,
+    ) -> Option<Variant> {
+        let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype: Dtype::Bf16, format };
+        let logits = logits.map(|plain| Logits { experts: experts as u32, groups: 1, plain });
+        let kernel = |routes_inside| {
+            let call = Routed { tokens, top_k, logits, routes_inside };
+            let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(device)).unwrap();
+            let mut layers = program.launches_of(Task::RoutedLayer);
+            layers.next().map(|launch| launch.variant)
+        };
+        assert_eq!(kernel(false), None);
+        kernel(true)
+    }
+
     #[test]
     fn one_launch_for_a_token_or_two_that_leave_room() {
         let device = Device::typical(Arch::SM90);
-        let one = |tokens, experts, hidden, intermediate| {
-            let dtype = Dtype::Bf16;
-            let layer = LayerDesc { experts, hidden, intermediate, gated: true, dtype, format: Format::Mxfp4 };
-            let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
-            let call = Routed { tokens, top_k: 4, logits, routes_inside: true };
-            let inside = |call| {
-                let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(&device)).unwrap();
-                let mut layers = program.launches_of(Task::RoutedLayer);
-                layers.next().is_some()
+        for logits in [Some(true), None] {
+            let one = |tokens, experts, hidden, intermediate| {
+                one_launch(&device, (Format::Mxfp4, experts, hidden, intermediate), (tokens, 4), logits)
+                    .map(|kernel| kernel.experts)
             };
-            assert!(!inside(Routed { routes_inside: false, ..call }) && !inside(Routed { logits: None, ..call }));
-            inside(call)
-        };
-        assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [true, true, false, false]);
-        assert_eq!([128, 129].map(|experts| one(1, experts, 2880, 2880)), [true, false]);
-        // GEMM2's tokens count twice.
-        assert_eq!([5760, 8640].map(|wide| one(1, 8, 2880, wide)), [true, false]);
-        assert_eq!([11520, 20160].map(|wide| one(1, 8, wide, 2880)), [true, false]);
+            assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [Some(128), Some(128), None, None]);
+            assert_eq!(
+                [128, 129, 384, 385].map(|experts| one(1, experts, 2880, 2880)),
+                [Some(128), Some(384), Some(384), None]
+            );
+            // GEMM2's tokens count twice.
+            assert_eq!([5760, 9600, 11520].map(|wide| one(1, 8, 2880, wide)), [Some(128), Some(384), None]);
+            assert_eq!([11520, 15360, 20160].map(|wide| one(1, 8, wide, 2880)), [Some(128), Some(384), None]);
+        }
+    }
+
+    #[test]
+    fn one_launch_knows_bias_and_groups_and_int4() {
+        let device = Device::typical(Arch::SM90);
+        let kimi = |format, tokens, plain| one_launch(&device, (format, 384, 7168, 256), (tokens, 8), Some(plain));
+        for format in [Format::Mxfp4, Format::Int4, Format::Int4Zeros] {
+            for plain in [true, false] {
+                let found =
+                    [1, 2, 3].map(|tokens| kimi(format, tokens, plain).map(|kernel| (kernel.experts, kernel.flag)));
+                assert_eq!(found, [Some((384, false)), Some((384, false)), None], "{format:?}");
+            }
+        }
+        assert_eq!(kimi(Format::Nvfp4, 1, true), None);
+        // A router with a bias takes the kernel that knows one, however few experts there are.
+        let few =
+            |plain| one_launch(&device, (Format::Mxfp4, 32, 2880, 2880), (1, 4), Some(plain)).map(|kernel| kernel.flag);
+        assert_eq!([few(true), few(false)], [Some(true), Some(false)]);
     }
 
     #[test]
     fn one_launch_has_a_cta_for_each_tile() {
-        let one = |multiprocessors, experts, tokens, top_k| {
+        let one = |multiprocessors, experts, slots, logits| {
             let device = Device { multiprocessors, ..Device::typical(Arch::SM90) };
-            let gated = true;
-            let layer =
-                LayerDesc { experts, hidden: 2880, intermediate: 64, gated, dtype: Dtype::Bf16, format: Format::Mxfp4 };
-            let logits = Some(Logits { experts: experts as u32, groups: 1, plain: true });
-            let call = CallDesc::new(layer, Source::Routed(Routed { tokens, top_k, logits, routes_inside: true }));
-            let program = program(&call, Some(&device)).unwrap();
-            let mut layers = program.launches_of(Task::RoutedLayer);
-            layers.next().is_some()
+            one_launch(&device, (Format::Mxfp4, experts, 2880, 64), slots, logits).is_some()
         };
-        assert_eq!([(2, 8), (2, 9), (1, 16)].map(|(tokens, k)| one(16, 128, tokens, k)), [true, false, true]);
-        assert!(one(16, 16, 2, 9) && one(132, 128, 2, 32));
+        let logits = Some(true);
+        assert_eq!([(2, 8), (2, 9), (1, 16)].map(|slots| one(16, 128, slots, logits)), [true, false, true]);
+        assert!(one(16, 16, (2, 9), logits) && one(132, 128, (2, 32), logits));
+        // Given ids may repeat an expert, which then has several tiles.
+        assert_eq!([(2, 8), (2, 9)].map(|slots| one(16, 16, slots, None)), [true, false]);
     }
 }

@@ -178,14 +178,24 @@ fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) 
     fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
-/// Whether a launch with GEMMs in it can route (csrc/moe/few_slots.cuh). Its tables have room for `most_experts` experts. `any`: its kernel
-/// knows bias and groups.
+/// Whether a launch with GEMMs in it can route, or take given ids (csrc/moe/few_slots.cuh). Its tables have room for `most_experts` experts.
+/// `any`: its kernel knows bias and groups.
 pub fn routes_inside(call: &Routed, up: &GemmDesc, most_experts: i64, any: bool) -> bool {
     let serves = |l: Logits| {
         let lanes = l.plain || any && l.per_lane().is_some_and(|own| i64::from(own) * 32 <= most_experts);
         lanes && i64::from(l.experts) <= most_experts && up.experts <= i64::from(l.experts)
     };
-    call.routes_inside && call.logits.is_some_and(serves) && up.slots <= ROUTED_SLOTS
+    let has_room = call.logits.map_or(up.experts <= most_experts, serves);
+    call.routes_inside && up.slots <= ROUTED_SLOTS && has_room
+}
+
+/// The most tiles that a launch which routes may have: one for each expert, or more if given ids repeat an expert.
+pub fn most_tiles(call: &Routed, up: &GemmDesc) -> i64 {
+    if call.logits.is_some() {
+        up.slots.min(up.experts)
+    } else {
+        up.slots
+    }
 }
 
 fn one_launch<P>(kernel: Kernel<P>, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Launch<P> {

@@ -42,6 +42,7 @@ SIGNATURES = {
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
+    "routed_layer_int4_sm90": ("RoutedLayerParams",),
     "routed_layer_fp8_sm90": (128, 128, "RoutedLayerParams"),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),

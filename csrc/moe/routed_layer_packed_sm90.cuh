@@ -1,23 +1,24 @@
-// A whole layer of few tokens and packed MXFP4 weights in one launch, for Hopper: routing, GEMM1, GEMM2 and combine.
+// A whole layer of few tokens and packed weights of four bits in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. `Form`
+// is the packed form of the weights, such as mxfp4::Form.
 //
 // This is RoutedLayerSm90 for packed weights, with other units. Four warps, a quad, take a unit and share a ring of stages, into
 // which a helper warp copies codes and scales in bulk: a consumer issues no copy. A unit is a block of 64 weight rows and all of
 // K, and each warp multiplies 16 rows. If GEMM2 has few such blocks, its unit is half a block, and two warps of a quad have one
-// each. GEMM2's weights come into the ring while GEMM1 ends.
+// each. GEMM2's weights come into the ring while GEMM1 ends. Quads without a unit of GEMM1 fill their rings with them at once.
 //
 // All tokens lie in shared memory, and so do the rows of GEMM1's output that the CTA's units of GEMM2 need. These are rows of two
 // tiles at most, since its units are neighbours. A CTA has half an SM's shared memory: the next launch's CTAs lie in the other
 // half and wait when this one ends.
 //
 // The warps are consumers, the first 8 of which route, and 4 helpers. Helpers copy tokens, mark outputs absent, copy weights
-// (three of them) and combine. Consumers copy GEMM1's results, as soon as they are there. Sums, their K order and rounding are
-// GroupedGemmMxfp4Sm90's and Combine's, and so are the bits. The other parts are RoutedLayerSm90's, which also says why CTAs may
+// (one for each quad) and combine. Consumers copy GEMM1's results, as soon as they are there. Sums, their K order and rounding are
+// GroupedGemmPackedSm90's and Combine's, and so are the bits. The other parts are RoutedLayerSm90's, which also says why CTAs may
 // wait for each other.
 #pragma once
 #include <cstdint>
+#include <cstring>
 
 #include "../common/absent.cuh"
-#include "../common/mxfp4.cuh"
 #include "../common/sm80.cuh"
 #include "few_slots.cuh"
 #include "grouped_gemm_sm90.cuh"
@@ -25,32 +26,36 @@
 
 namespace oxmoe {
 
-template <bool Gated, int Consumers, int Blocks, int Stages>
-struct RoutedLayerMxfp4Sm90 {
+// Plain: the router has neither bias nor groups; see Selector.
+template <bool Gated, typename Form, int Consumers, int Blocks, int Stages, int Experts, bool Plain>
+struct RoutedLayerPackedSm90 {
     using Element = __nv_bfloat16;
+    using Slots = FewSlotsOf<Experts>;
     using Up = GroupedGemmSm90<Element, Gated, 16, 1, 1, 2>;
     using Down = GroupedGemmSm90<Element, false, 16, 1, 1, 2>;
 
     static constexpr int kConsumers = Consumers, kHelpers = 4, kThreads = 32 * (kConsumers + kHelpers);
     static constexpr int kQuads = kConsumers / 4;
     static_assert(kConsumers % 4 == 0 && kQuads < kHelpers, "a helper copies weights for each quad, and one waits for the marks");
-    static constexpr int kSliceRows = 16;
-    static constexpr int kSliceCodes = mxfp4::kCodeBytes / 4, kSliceScales = mxfp4::kScaleBytes / 4;  // bytes of a K block
+    static_assert(!Form::kFactorsOfHalves && !Form::kExchanges && Form::kThreadCodes == 16, "forms that this kernel knows");
+    static constexpr int kBlockRows = 64, kBlockK = 64, kSliceRows = 16;
+    static constexpr int kCodeBytes = Form::kCodeBytes, kScaleBytes = Form::kScaleBytes;  // bytes of a K block
+    static constexpr int kSliceCodes = kCodeBytes / 4, kSliceScales = kScaleBytes / 4;
     // A stage has kBlocks blocks of codes, then their scales. GEMM2's half blocks of codes lie where they lie in whole ones.
-    static constexpr int kBlocks = Blocks, kStageCodes = kBlocks * mxfp4::kCodeBytes;
-    static constexpr int kStageBytes = kStageCodes + kBlocks * mxfp4::kScaleBytes, kStages = Stages;
+    static constexpr int kBlocks = Blocks, kStageCodes = kBlocks * kCodeBytes;
+    static constexpr int kStageBytes = kStageCodes + kBlocks * kScaleBytes, kStages = Stages;
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kTiles = 2;  // tiles of a CTA's units of GEMM2
     static constexpr int kSharedBytes = 113 * 1024;
 
     struct alignas(128) Shared {
-        FewSlots slots;
+        Slots slots;
         uint64_t full[kQuads][kStages], empty[kQuads][kStages];
         uint64_t input, inner[kTiles];  // tokens of GEMM1, and of each tile of GEMM2
         uint64_t up_done;               // passes when this CTA's units of GEMM1 are done
         uint64_t marked;                // passes once, when all CTAs have marked their parts
     };
-    static_assert(sizeof(Shared) == (sizeof(FewSlots) + 8 * (2 * kQuads * kStages + 5) + 127) / 128 * 128, "variants.rs");
+    static_assert(sizeof(Shared) == (sizeof(Slots) + 8 * (2 * kQuads * kStages + 5) + 127) / 128 * 128, "packed.rs");
 
     static __device__ __forceinline__ void run(const RoutedLayerParams& p) {
         extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -85,10 +90,10 @@ struct RoutedLayerMxfp4Sm90 {
 private:
     static __device__ __forceinline__ int divide(int n, int d) { return layer_parts::divide(n, d); }
     static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
-        return (p.k + mxfp4::kBlockK - 1) / mxfp4::kBlockK;
+        return (p.k + kBlockK - 1) / kBlockK;
     }
     static __device__ __forceinline__ int row_tiles(const GroupedGemmParams& p) {
-        return (p.rows + mxfp4::kBlockRows - 1) / mxfp4::kBlockRows;
+        return (p.rows + kBlockRows - 1) / kBlockRows;
     }
     // Bytes after a CTA's tokens and after each of its tiles: they are read ahead of the last token's last block, and not used.
     static constexpr int kReadAhead = 64;
@@ -205,7 +210,7 @@ private:
 
     static __device__ __forceinline__ void consume(const RoutedLayerParams& params, Shared& shared) {
         const LayerParams& p = params.layer;
-        shared.slots.template route<32 * kConsumers>(params.select, params.experts, params.first_expert);
+        shared.slots.template route<32 * kConsumers, Plain>(params);
         asm volatile("bar.arrive 2, %0;" ::"n"(kThreads) : "memory");  // the tables are there
         const int warp = warp_of_block(), lane = threadIdx.x % 32, quad = warp / 4;
         const Units units(p, shared.slots.tile_count());
@@ -294,20 +299,30 @@ private:
 
     // A K block's weights in registers.
     struct Weights {
-        uint32_t codes[4], scales;
+        uint32_t codes[4], scales[Form::kQuadScales / 4];
 
         // `place`: the address of this lane's codes in the stage's first block; `scales_place`: of its scales.
         __device__ __forceinline__ void load(uint32_t place, uint32_t scales_place, int block) {
-            sm80::load_shared_16(codes, place + block * mxfp4::kCodeBytes);
-            scales = sm80::load_shared_4(scales_place + block * mxfp4::kScaleBytes);
+            sm80::load_shared_16(codes, place + block * kCodeBytes);
+            const uint32_t from = scales_place + block * kScaleBytes;
+            if constexpr (Form::kQuadScales == 8) {
+                sm80::load_shared_8(scales, from);
+            } else {
+#pragma unroll
+                for (int i = 0; i < Form::kQuadScales / 4; ++i) scales[i] = sm80::load_shared_4(from + 4 * i);
+            }
         }
 
         __device__ __forceinline__ void multiply_half(float (&sums)[4], const uint32_t (&tokens)[4], int half) const {
-            const uint32_t multipliers = mxfp4::unpack_scales(scales, half);
+            static_assert(Form::kGroupSteps == 2, "a half has one group of scales");
+            typename Form::Scales own;
+            static_assert(sizeof own == sizeof scales, "the words of a quad's scales");
+            memcpy(&own, scales, sizeof own);
+            const auto multipliers = Form::multipliers(own, half);
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
                 uint32_t a[4];
-                mxfp4::decode(codes[half * 2 + step], multipliers, a);
+                Form::decode_words(codes, half * 2 + step, multipliers, a);
                 sm80::multiply_add<Element>(sums, a, tokens[step * 2], tokens[step * 2 + 1]);
             }
         }
@@ -320,7 +335,7 @@ private:
         float (&sums)[4] = *reinterpret_cast<float (*)[4]>(all_sums);
         const int lane = threadIdx.x % 32;
         const uint32_t codes = slice * kSliceCodes + lane * 16;
-        const uint32_t scales = kStageCodes + slice * kSliceScales + lane / 4 * 4;
+        const uint32_t scales = kStageCodes + slice * kSliceScales + lane / 4 * Form::kQuadScales;
         Weights weights[2];
         uint32_t tokens[2][4];
         ring.wait();
@@ -386,6 +401,8 @@ private:
         if (helper < kQuads) copy_weights(p, shared, helper);
         if (waits) layer_parts::await_marks(counters, share, launch, &shared.marked);
         __syncwarp();
+        // NOTE: a helper without weights to copy is here before another CTA has marked its part, where the launch before left rows.
+        sm90::barrier_wait(&shared.marked, 0);
         layer_parts::combine<Element>(p.combine, shared.slots, thread);
     }
 
@@ -401,11 +418,11 @@ private:
             const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
             const bool narrow = unit.down && units.narrow;
             const int blocks = k_blocks(gemm), row_tile = narrow ? unit.number / 2 : unit.number;
-            const int half = narrow ? unit.number % 2 * (mxfp4::kCodeBytes / 2) : 0;  // where the half block begins in a block
+            const int half = narrow ? unit.number % 2 * (kCodeBytes / 2) : 0;  // where the half block begins in a block
             const int expert = __shfl_sync(0xFFFFFFFF, shared.slots.tile(unit.tile).expert, 0);
             const size_t first = size_t(expert * row_tiles(gemm) + row_tile) * blocks;
-            const uint8_t *codes = gemm.weights + first * mxfp4::kCodeBytes,
-                          *scales = gemm.block_scales + first * mxfp4::kScaleBytes;
+            const uint8_t *codes = gemm.weights + first * kCodeBytes,
+                          *scales = gemm.block_scales + first * kScaleBytes;
 #pragma unroll 1
             for (int block = 0; block < blocks; block += kBlocks) {
                 const int now = min(blocks - block, kBlocks);
@@ -413,19 +430,19 @@ private:
                 uint64_t* full = &shared.full[quad][slot];
                 sm90::barrier_wait(&shared.empty[quad][slot], parity);
                 if (threadIdx.x % 32 == 0) {
-                    const int code_bytes = narrow ? mxfp4::kCodeBytes / 2 : mxfp4::kCodeBytes;
-                    sm90::barrier_arrive_expect(full, now * (code_bytes + mxfp4::kScaleBytes));
+                    const int code_bytes = narrow ? kCodeBytes / 2 : kCodeBytes;
+                    sm90::barrier_arrive_expect(full, now * (code_bytes + kScaleBytes));
                     // A whole unit's blocks of codes follow each other.
                     const int pieces = narrow ? now : 1, bytes = narrow ? code_bytes : now * code_bytes;
 #pragma unroll 1
                     for (int i = 0; i < pieces; ++i) {
-                        const int at = half + i * mxfp4::kCodeBytes;
+                        const int at = half + i * kCodeBytes;
                         sm90::copy_bulk(stage + at, codes + at, bytes, full);
                     }
-                    sm90::copy_bulk(stage + kStageCodes, scales, now * mxfp4::kScaleBytes, full);
+                    sm90::copy_bulk(stage + kStageCodes, scales, now * kScaleBytes, full);
                 }
                 __syncwarp();
-                codes += kBlocks * mxfp4::kCodeBytes, scales += kBlocks * mxfp4::kScaleBytes;
+                codes += kBlocks * kCodeBytes, scales += kBlocks * kScaleBytes;
                 if (++slot == kStages) slot = 0, parity ^= 1;
             }
         }
