@@ -37,7 +37,7 @@ struct RoutedLayerPackedSm90 {
     static constexpr int kConsumers = Consumers, kHelpers = 4, kThreads = 32 * (kConsumers + kHelpers);
     static constexpr int kQuads = kConsumers / 4;
     static_assert(kConsumers % 4 == 0 && kQuads < kHelpers, "a helper copies weights for each quad, and one waits for the marks");
-    static_assert(!Form::kFactorsOfHalves && !Form::kExchanges && Form::kThreadCodes == 16, "forms that this kernel knows");
+    static_assert(Form::kThreadCodes == 16, "a stage's codes lie as mxfp4::Form's do");
     static constexpr int kBlockRows = 64, kBlockK = 64, kSliceRows = 16;
     static constexpr int kCodeBytes = Form::kCodeBytes, kScaleBytes = Form::kScaleBytes;  // bytes of a K block
     static constexpr int kSliceCodes = kCodeBytes / 4, kSliceScales = kScaleBytes / 4;
@@ -45,6 +45,8 @@ struct RoutedLayerPackedSm90 {
     static constexpr int kBlocks = Blocks, kStageCodes = kBlocks * kCodeBytes;
     static constexpr int kStageBytes = kStageCodes + kBlocks * kScaleBytes, kStages = Stages;
     static constexpr int kRingBytes = kStages * kStageBytes;
+    static constexpr int kGroups = 4 / Form::kGroupSteps;                     // groups of a block's K that have a scale each
+    static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // factors of an expert
     static constexpr int kTiles = 2;  // tiles of a CTA's units of GEMM2
     static constexpr int kSharedBytes = 113 * 1024;
 
@@ -234,7 +236,10 @@ private:
             const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
             const Tile tile = shared.slots.tile(unit.tile);
             const WorkUnit work{tile.expert, tile.first, tile.count, 0};
-            const float scale = gemm.expert_scales[tile.expert];
+            // Gate rows and up rows may have factors of their own. GEMM2 has one factor for both.
+            const int own = unit.down ? 1 : kFactors;
+            const float* factors = gemm.expert_scales + own * tile.expert;
+            const float factor = factors[0], up_factor = kFactors > 1 ? factors[own - 1] : factor;
             const int token = min(lane % 8, tile.count - 1), blocks = __shfl_sync(0xFFFFFFFF, k_blocks(gemm), 0);
             const bool has_rows = slice * kSliceRows < gemm.rows;  // a block of 64 rows may end with slices that have none
             float bias[1][2] = {}, sums[1][8] = {};
@@ -251,7 +256,7 @@ private:
             }
             multiply(blocks, slice % 4, narrow ? 2 : 1, sums[0], tokens + lane / 8 * 16, ring);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) sums[0][i] *= scale;
+            for (int i = 0; i < 4; ++i) sums[0][i] *= i < 2 ? factor : up_factor;
             if (!has_rows) continue;
             if (unit.down) {
                 // The unit's tokens came after the marks, so there is no wait for marks here.
@@ -314,15 +319,16 @@ private:
         }
 
         __device__ __forceinline__ void multiply_half(float (&sums)[4], const uint32_t (&tokens)[4], int half) const {
-            static_assert(Form::kGroupSteps == 2, "a half has one group of scales");
             typename Form::Scales own;
             static_assert(sizeof own == sizeof scales, "the words of a quad's scales");
             memcpy(&own, scales, sizeof own);
-            const auto multipliers = Form::multipliers(own, half);
+            decltype(Form::multipliers(own, 0)) multipliers[kGroups / 2];
+#pragma unroll
+            for (int i = 0; i < kGroups / 2; ++i) multipliers[i] = Form::multipliers(own, half * (kGroups / 2) + i);
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
                 uint32_t a[4];
-                Form::decode_words(codes, half * 2 + step, multipliers, a);
+                Form::decode_words(codes, half * 2 + step, multipliers[step / Form::kGroupSteps], a);
                 sm80::multiply_add<Element>(sums, a, tokens[step * 2], tokens[step * 2 + 1]);
             }
         }

@@ -125,7 +125,7 @@ const NVFP4: FormRow = FormRow {
         tile(Form::Nvfp4, 192, 3, 5, 1),
     ],
     fours: &fours(Form::Nvfp4),
-    layers: &[],
+    layers: &[layer(Form::Nvfp4)],
     portable: &[portable_tile(Form::Nvfp4)],
     pack: Some(quant::pack_of(Form::Nvfp4)),
     ..MXFP4

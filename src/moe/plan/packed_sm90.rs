@@ -189,12 +189,15 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
     GemmLaunches::Together(Launch { grid, ..launch })
 }
 
-/// The layer runs in one launch, with the routing inside, up to so many tokens, if they fit beside the rings. us a layer, separate launches
-/// and one launch in an earlier form:
-///   gpt-oss-120b (E128 k4)   M 1  30.3, 23.8;   M 2  47.1, 41.0;   M 4  67.0, 68.3;   M 8  117.0, 112.2
-/// The launches of the last two took all of an SM's shared memory, which they need. The present form takes 1.3 less at M 1, and 16 % less
-/// at M 2 (docs/kernels/routed_layer_packed_sm90.md).
-const LAYER_TOKENS: i64 = 2;
+/// The layer runs in one launch, with the routing inside, up to so many tokens, if they fit beside the rings. us a layer of cold weights on an
+/// H200, from router logits, separate launches and one launch:
+///   kimi-k2-tp8      int4   M 1  33.2, 22.9;   M 2  35.6, 27.7     (three tokens do not fit)
+///   qwen3-30b-a3b    MXFP4  M 3  27.2, 23.2;   M 4  30.6, 26.5;    M 6  38.0, 38.7;   M 8  45.0, 44.4
+///   qwen3-30b-a3b    int4   M 1  19.8, 15.0;   M 2  24.7, 20.7;    M 3  27.5, 25.2;   M 4  32.0, 30.4;   M 6  37.7, 37.6
+///   qwen3-30b-a3b    NVFP4  M 1  20.4, 14.5;   M 2  25.0, 20.3;    M 3  30.4, 26.0;   M 4  36.4, 30.6
+///   glm-4.5-air-tp2  int4   M 1  29.4, 21.3;   M 2  32.7, 31.3;    M 3  42.0, 39.5;   M 4  50.1, 49.2
+///   deepseek-v4      MXFP4  M 1  36.2, 33.0;   M 2  55.0, 50.4
+const LAYER_TOKENS: i64 = 4;
 
 fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     let Gemms { up, down, device, .. } = gemms;
@@ -348,14 +351,15 @@ mod tests {
     }
 
     #[test]
-    fn one_launch_for_a_token_or_two_that_leave_room() {
+    fn one_launch_for_few_tokens_that_leave_room() {
         let device = Device::typical(Arch::SM90);
         for logits in [Some(true), None] {
             let one = |tokens, experts, hidden, intermediate| {
                 one_launch(&device, (Format::Mxfp4, experts, hidden, intermediate), (tokens, 4), logits)
                     .map(|kernel| kernel.experts)
             };
-            assert_eq!([1, 2, 3, 8].map(|tokens| one(tokens, 128, 2880, 2880)), [Some(128), Some(128), None, None]);
+            assert_eq!([1, 2, 3].map(|tokens| one(tokens, 128, 2880, 2880)), [Some(128), Some(128), None]);
+            assert_eq!([3, 4, 5].map(|tokens| one(tokens, 128, 2048, 768)), [Some(128), Some(128), None]);
             assert_eq!(
                 [128, 129, 384, 385].map(|experts| one(1, experts, 2880, 2880)),
                 [Some(128), Some(384), Some(384), None]
@@ -367,17 +371,22 @@ mod tests {
     }
 
     #[test]
-    fn one_launch_knows_bias_and_groups_and_int4() {
+    fn one_launch_knows_bias_and_groups_and_every_form_of_four_bits() {
         let device = Device::typical(Arch::SM90);
         let kimi = |format, tokens, plain| one_launch(&device, (format, 384, 7168, 256), (tokens, 8), Some(plain));
-        for format in [Format::Mxfp4, Format::Int4, Format::Int4Zeros] {
+        // Activations that are rounded need launches of their own.
+        let (has, lacks): (Vec<_>, Vec<_>) = packed().partition(|&format| {
+            format.activations() == Activations::Kept && !packing(format).form.row().layers.is_empty()
+        });
+        assert!(has.len() == 4 && lacks.contains(&Format::Mxfp4A8) && lacks.contains(&Format::Mxfp8));
+        for format in has {
             for plain in [true, false] {
                 let found =
                     [1, 2, 3].map(|tokens| kimi(format, tokens, plain).map(|kernel| (kernel.experts, kernel.flag)));
                 assert_eq!(found, [Some((384, false)), Some((384, false)), None], "{format:?}");
             }
         }
-        assert_eq!(kimi(Format::Nvfp4, 1, true), None);
+        assert!(lacks.iter().all(|&format| kimi(format, 1, true).is_none()));
         // A router with a bias takes the kernel that knows one, however few experts there are.
         let few =
             |plain| one_launch(&device, (Format::Mxfp4, 32, 2880, 2880), (1, 4), Some(plain)).map(|kernel| kernel.flag);
