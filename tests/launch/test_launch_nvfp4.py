@@ -56,6 +56,15 @@ def test_calls(layer: dict[str, Any], mode: str, driver: Path, tmp_path: Path) -
         ranges = {name: call["workspace"] + int(offset) for offset, name in found}
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
+        if mode == "a16" and count == 1:
+            (one,) = made
+            (whole,) = parameters_of(one)
+            assert one["kernel"].startswith("routed_layer_nvfp4_sm90_") and one["kernel"].endswith("_e384_any")
+            for gemm, (codes, scales, factors) in zip(
+                (whole.layer.up, whole.layer.down), result["packed"], strict=True
+            ):
+                assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
+            continue
         *_, of_x, both, combine = made
         assert combine["kernel"] == "combine_bf16"
         assert sum("round" in launch["kernel"] for launch in made) == (mode != "a16")
