@@ -52,9 +52,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "gpu" in item.keywords and _GPUS < 1:
+        if item.get_closest_marker("gpu") and _GPUS < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        if "multi_gpu" in item.keywords and _GPUS < 2:
+        if item.get_closest_marker("multi_gpu") and _GPUS < 2:
             item.add_marker(pytest.mark.skip(reason="needs two CUDA GPUs"))
 
 
@@ -109,7 +109,7 @@ def _share_the_gpu() -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[Any]:
     """Runs a test a second time, while no other process runs one, if the GPU's memory did not do for all of them."""
-    if not (_GPUS and "gpu" in item.keywords and "PYTEST_XDIST_TESTRUNUID" in os.environ):
+    if not (_GPUS and item.get_closest_marker("gpu") and "PYTEST_XDIST_TESTRUNUID" in os.environ):
         return (yield)
     name = f"oxmoe-tests-{os.environ['PYTEST_XDIST_TESTRUNUID']}.lock"
     with open(Path(tempfile.gettempdir(), name), "w") as turn:

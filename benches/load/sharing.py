@@ -67,11 +67,9 @@ def mps(device: str, seconds: float, seed: int, limit_s: float) -> Row:
         env = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         whole = {**os.environ, **env}
         output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        output: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         daemon = subprocess.Popen([program, "-f"], **output, env=whole)
 
         def tell(command: str) -> str:
-            words: dict[str, Any] = {"input": command + "\n", "text": True, "capture_output": True}
             words: dict[str, Any] = {"input": command + "\n", "text": True, "capture_output": True}
             done = subprocess.run([program], **words, env=whole, timeout=20)
             return (done.stdout + done.stderr).strip()
@@ -82,7 +80,6 @@ def mps(device: str, seconds: float, seed: int, limit_s: float) -> Row:
                 said = daemon.stdout.read().decode(errors="replace").strip() if daemon.stdout else ""
                 raise Skipped(f"nvidia-cuda-mps-control ended with {daemon.returncode}: {said[-200:]}")
             try:
-                command = [sys.executable, "-c", _PROBE]
                 command = [sys.executable, "-c", _PROBE]
                 probe = subprocess.run(command, env=whole, capture_output=True, text=True, timeout=30)
             except subprocess.TimeoutExpired as error:

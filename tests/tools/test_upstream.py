@@ -20,6 +20,7 @@ TESTS = """
 import pytest, torch
 import flashinfer.comm as comm
 from flashinfer import mxfp8_quantize, mxfp8_dequantize_host
+from flashinfer.quantization.nvfp4_quantization_utils import NVFP44Over6Config, nvfp4_e4m3_max
 from flashinfer.utils import get_compute_capability, something_else
 
 @pytest.mark.parametrize("k", [32, 64])
@@ -31,6 +32,11 @@ def test_served(k):
     assert torch.topk(torch.ones(2, 40), 3).indices.tolist() == [[0, 1, 2], [0, 1, 2]]
     values, indices = torch.tensor([1.0, 2.0, 1.0, 2.0] * 9).topk(2, largest=False)
     assert values.tolist() == [1.0, 1.0] and indices.tolist() == [0, 2]
+
+def test_helpers():
+    assert comm.compute_fp4_swizzled_layout_sf_size(129, 5) == 256 * 8
+    comm.trtllm_destroy_ipc_workspace_for_all_reduce([])
+    assert nvfp4_e4m3_max() == 448 and nvfp4_e4m3_max(NVFP44Over6Config(e4m3_max=256)) == 256
 
 def test_not_served():
     something_else(1)
@@ -65,16 +71,16 @@ def write(checkout: Path, tests: str) -> None:
 def test_counts(tmp_path: Path) -> None:
     write(tmp_path, TESTS)
     code, said = upstream(tmp_path, "test_fp8_quantize", "--on-cpu")
-    line = "tests/utils/test_fp8_quantize.py: 2 passed, 2 not served, 1 its own skips, 1 expected in "
+    line = "tests/utils/test_fp8_quantize.py: 3 passed, 2 not served, 1 its own skips, 1 expected in "
     assert code == 0 and line in said, said
-    assert "all: 2 passed, " in said and "test_mm_mxfp8" not in said
+    assert "all: 3 passed, " in said and "test_mm_mxfp8" not in said
     log = (tmp_path / "out" / "test_fp8_quantize.log").read_text()
     assert "not served: something_else" in log and "not served: vllm_all_reduce" in log
     assert "expected: not served: oxmoe quantises rows in expert order" in log
     lines = (tmp_path / "out" / "test_fp8_quantize.tsv").read_text().splitlines()
     of_tests = {line.split("\t")[1].rpartition("::")[2]: line.split("\t")[::2] for line in lines}
     assert of_tests["test_served[32]"] == ["passed", ""] and of_tests["test_own_skip"] == ["its own skips", "a reason"]
-    assert of_tests["test_not_served"] == ["not served", "not served: something_else"] and len(lines) == 6
+    assert of_tests["test_not_served"] == ["not served", "not served: something_else"] and len(lines) == 7
 
 
 SLOW = """
@@ -131,7 +137,7 @@ def test_order(tmp_path: Path) -> None:
 def test_a_failure_is_one(tmp_path: Path) -> None:
     write(tmp_path, TESTS + WRONG)
     code, said = upstream(tmp_path, "--on-cpu", "test_fp8_quantize")
-    assert code == 1 and "2 passed, 1 failed, " in said, said
+    assert code == 1 and "3 passed, 1 failed, " in said, said
     write(tmp_path, "import a_module_that_is_not_there\n")
     code, said = upstream(tmp_path, "--on-cpu", "test_fp8_quantize", "test_mm_mxfp8")
     assert code == 1 and "1 error" in said and "test_mm_mxfp8.py: is not in this checkout" in said, said

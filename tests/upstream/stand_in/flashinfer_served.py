@@ -199,6 +199,11 @@ def moe_finalize_allreduce_fusion(**kwargs: Any) -> None:
     oxmoe.trtllm_moe_finalize_allreduce_fusion(**kwargs | {"quant_out": None, "scale_out": None})
 
 
+def compute_fp4_swizzled_layout_sf_size(total_row: int, total_column: int) -> int:
+    """Returns the bytes of scales in tiles of 128 x 4."""
+    return -(-total_row // 128) * 128 * (-(-total_column // 4) * 4)
+
+
 def mpi_barrier() -> None:
     from mpi4py import MPI
 
@@ -235,6 +240,11 @@ class NVFP44Over6Config:
     e4m3_max: Any = None
 
 
+def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> float:
+    """Returns the largest scale of a block, which tests take for their own scale of the tensor."""
+    return 448.0 if nvfp4_4over6_config is None else float(nvfp4_4over6_config.e4m3_max)
+
+
 class MissingJITCacheError(RuntimeError):
     """An error of flashinfer's own builds, which its conftest catches."""
 
@@ -264,6 +274,9 @@ NAMES: dict[str, Any] = {
     "e2m1_and_ufp8sf_scale_to_float": e2m1_to_float,
     "allreduce_fusion": allreduce_fusion,
     "trtllm_moe_finalize_allreduce_fusion": moe_finalize_allreduce_fusion,
+    # flashinfer's older name of the same function.
+    "trtllm_destroy_ipc_workspace_for_all_reduce": oxmoe.trtllm_destroy_ipc_workspace_for_all_reduce_fusion,
+    "compute_fp4_swizzled_layout_sf_size": compute_fp4_swizzled_layout_sf_size,
     "mpi_barrier": mpi_barrier,
     # Names that tests need beside the calls that they test.
     "ActivationType": ActivationType,
@@ -290,6 +303,7 @@ NAMES: dict[str, Any] = {
     "available_backends": lambda: (),
     "NVFP4_QUANT_ENV_VARS": (),
     "NVFP44Over6Config": NVFP44Over6Config,
+    "nvfp4_e4m3_max": nvfp4_e4m3_max,
     "MissingJITCacheError": MissingJITCacheError,
     "TorchDistBackend": TorchDistBackend,
     "rmsnorm": rmsnorm,
