@@ -74,8 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pattern",
         type=_names,
-        help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: hot gives half of the tokens one expert in common, "
-        "one gives every slot the same expert, grouped has DeepSeek-V3's router (default: uniform)",
+        help=f"comma-separated, of: {', '.join(layers.PATTERNS)}: given hands over ids and weights, as SGLang's layers "
+        "do, hot gives half of the tokens one expert in common, one gives every slot the same expert, grouped has "
+        "DeepSeek-V3's router (default: uniform, which hands over router logits)",
     )
     parser.add_argument("--format", type=_names, help=f"comma-separated, of: {', '.join(FORMATS)} (default: bf16)")
     parser.add_argument("--peers", type=_names, help=f"comma-separated, of: {', '.join(PEERS)}, none; default: all")

@@ -36,9 +36,10 @@ FORMATS = {
     "fp8_tensor-static": (torch.bfloat16, 8.0),
 }
 
-# "uniform": logits are noise. "hot": half of the tokens have expert 0 as their first. "one": ids are given, and every
-# slot has expert 0. "grouped": logits are noise, and the router is DeepSeek-V3's: sigmoid, bias, half of the groups.
-PATTERNS = ("uniform", "hot", "one", "grouped")
+# "uniform": logits are noise. "given": ids and weights of the same choice are given. "hot": half of the tokens have
+# expert 0 as their first. "one": ids are given, and every slot has expert 0. "grouped": logits are noise, and the router
+# is DeepSeek-V3's: sigmoid, bias, half of the groups.
+PATTERNS = ("uniform", "given", "hot", "one", "grouped")
 
 
 def activations(format_name: str) -> str | None:
@@ -263,7 +264,11 @@ def make_inputs(
             groups = 8 if shape.experts % 32 == 0 else 1
             drawn = {"scoring_func": "sigmoid", "num_expert_group": groups, "topk_group": (groups + 1) // 2}
             return Inputs(x, logits, None, drawn | {"correction_bias": torch.rand(shape.experts, device=device)})
-        return Inputs(x, logits)
+        plain = Inputs(x, logits)
+        if pattern == "given":
+            weights, ids = choose(plain, shape.top_k)
+            return replace(plain, chosen=(weights, ids.int()))
+        return plain
 
     return [layer() for _ in range(count)]
 
