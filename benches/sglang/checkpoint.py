@@ -133,7 +133,7 @@ elif model != "gpt":
             "n_group": 1,
             "topk_group": 1,
             "norm_topk_prob": True,
-            "routed_scaling_factor": 1.0,
+            "routed_scaling_factor": 2.5 if small else 1.0,
             "partial_rotary_factor": 0.5,
             "use_qk_norm": False,
         },

@@ -190,6 +190,12 @@ class MadeAtLoad:
                 f"oxmoe: {self.of} experts are prepared after they are loaded, which --load-format remote_instance "
                 "leaves out; start with another --load-format"
             )
+        if (flag := server.moves_parameters()) is not None:
+            raise NotImplementedError(
+                f"oxmoe: {self.of} experts are prepared after they are loaded, and {flag} gives their parameters other "
+                "memory afterwards; start without it (layers of --quantization oxmoe in bf16, f16, and fp8 with 128 x "
+                "128 blocks follow their parameters)"
+            )
         check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
@@ -240,7 +246,14 @@ class MadeAtLoad:
         assert self.weights is not None
         self.packed = frozenset(packed_parameters(layer, self.weights))
         self._made_of = _addresses(layer)
-        self.updates.finish(derived=is_derived(layer, self.weights))
+        derived = is_derived(layer, self.weights)
+        if derived and server.backs_up_experts():
+            raise NotImplementedError(
+                f"oxmoe: {self.of} experts are not served with --enable-elastic-expert-backup: after a rank is lost "
+                "SGLang writes bytes of the checkpoint into their parameters, which hold or accompany what was made of "
+                "them; start without it"
+            )
+        self.updates.finish(derived=derived)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         if self.weights is None:

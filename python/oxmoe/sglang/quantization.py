@@ -22,7 +22,7 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt
+from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt, server
 from oxmoe.sglang.deepseek_v4 import OxmoeFp8Mxfp4MoEMethod
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
@@ -78,6 +78,9 @@ class ThroughRunner:
         experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
         loaded(layer, weights)
+        if server.offloads() is not None:
+            # SGLang lends the layer its parameters on the GPU while it processes them.
+            experts.forget()
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         if not self.processed:
