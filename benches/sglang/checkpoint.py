@@ -62,7 +62,7 @@ if deepseek:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0 if small else 2.5,
+        "routed_scaling_factor": 2.5,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "q_lora_rank": q_rank,

@@ -92,6 +92,13 @@ def _block_of(config: Any) -> nn.Module | None:
     return layer.block() if layer is not None and layer.block is not None else None
 
 
+def model_of(config: Any) -> str:
+    """Returns the module of SGLang's model with the layer of this configuration, as in "srt.models.bailing_moe". It is
+    empty if the layer is in no block."""
+    block = _block_of(config)
+    return "" if block is None else type(block).__module__.removeprefix("sglang.")
+
+
 def block_scales(config: Any) -> bool:
     """Whether the block of the layer with this configuration multiplies by the routed scaling factor without CUDA."""
     block = _block_of(config)

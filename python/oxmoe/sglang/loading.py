@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import capabilities, deepep, eplb, formats, server, sglang_version
+from oxmoe.sglang import calls, capabilities, deepep, eplb, formats, server, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
@@ -253,6 +253,13 @@ class MadeAtLoad:
                 "SGLang writes bytes of the checkpoint into their parameters, which hold or accompany what was made of "
                 "them; start without it"
             )
+        if derived and server.balances_experts():
+            model = calls.model_of(self.moe_runner_config)
+            if capabilities.lists_experts_early(model):
+                raise NotImplementedError(
+                    f"oxmoe: {self.of} experts are not served with --enable-eplb in a model of {model}: it lists the "
+                    "tensors to move before they are prepared; start without --enable-eplb"
+                )
         self.updates.finish(derived=derived)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
