@@ -4,6 +4,7 @@ right, or refused before the first request by the name of its flag."""
 from __future__ import annotations
 
 import importlib
+import logging
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import oxmoe
 from cases import make_routing, make_x
-from oxmoe.sglang import calls, capabilities, experts, layers, setting, sources
+from oxmoe.sglang import calls, capabilities, collective, experts, layers, setting, sources
 from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
@@ -197,6 +198,21 @@ def test_models_that_list_their_experts_before_they_are_prepared(kind: str, plac
         module.quant_method.process_weights_after_loading(module)
 
 
+# All-to-alls
+
+
+UNSERVED = [
+    name for name in ("flashinfer", "megamoe", "flashinfer_megamoe", "mori") if name in capabilities.a2a_backends()
+]
+
+
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_an_all_to_all_is_refused_before_the_checkpoint_is_read(kind: str) -> None:
+    for name in UNSERVED:
+        with server(a2a=name), pytest.raises(NotImplementedError, match=f"--moe-a2a-backend {name}.* not served"):
+            empty(*CHECKPOINTS[kind])
+
+
 # Kernels of others
 
 
@@ -220,6 +236,29 @@ def check_allreduce(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang.srt.utils, "is_flashinfer_available", lambda: True)
     adapter = SimpleNamespace(allreduce_fusion=lambda: asked, FUSION_FLAG=ADAPTER.FUSION_FLAG)
     layers.check_allreduce(adapter)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_all_reduce_is_one_line(
+    rank: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang may have its fusion on and never call the operator. Then the line is missing."""
+    group = SimpleNamespace(unique_name="tp:0", rank_in_group=rank)
+    for name, value in (
+        ("group_of", lambda _: group),
+        ("spans_hosts", lambda _: False),
+        ("_workspace", lambda *_: None),
+        ("allreduce_fusion", lambda *_, **__: None),
+    ):
+        monkeypatch.setattr(collective, name, value)
+    monkeypatch.setattr(collective, "_ran", set())
+    x, weight = torch.zeros(2, 8), torch.ones(8)
+    with caplog.at_level(logging.INFO, logger="oxmoe.sglang"):
+        for _ in range(2):
+            collective._fused(x, x, weight)
+    assert caplog.messages == [
+        f"oxmoe: allreduce: {capabilities.FUSED} ran on oxmoe, in group tp:0" for _ in range(rank, 1)
+    ]
 
 
 def test_two_streams_in_one_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,13 @@ def handover(layer: Any, method: Any) -> Handover:
     )
 
 
+def check_all_to_all(weights_format: str) -> None:
+    """Raises NotImplementedError or ValueError before a checkpoint is read, if the server's all-to-all brings tokens
+    that experts of this format do not take."""
+    deepep.dispatched(weights_format, sglang_version())
+    deepep.refuse_overlap()
+
+
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
     """Tells the layer's dispatcher at load which dtype to bring, and refuses an overlap that would wait for ever."""
     # "fp8_tensor-token" is cut to "fp8_tensor": a dispatcher does not depend on how activations are scaled.
@@ -161,6 +168,7 @@ class MadeAtLoad:
     oxmoe = True
     runner: Any = None
     of = ""
+    sized_as = ""
     weights: ExpertWeights | None = None
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
@@ -196,6 +204,7 @@ class MadeAtLoad:
                 "memory afterwards; start without it (layers of --quantization oxmoe in bf16, f16, and fp8 with 128 x "
                 "128 blocks follow their parameters)"
             )
+        check_all_to_all(self.sized_as)
         check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 

@@ -29,6 +29,7 @@ from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
 from oxmoe.sglang.loading import (
     MadeAtLoad,
     NeedsBfloat16,
+    check_all_to_all,
     check_layer_config,
     handover,
     loaded,
@@ -62,10 +63,12 @@ class ThroughRunner:
     make_runner: Any = staticmethod(DirectRunner)
     experts: Experts
     get_triton_quant_info: Any
+    sized_as = "bf16"
     processed = False
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         refuse_transposed(layer)
+        check_all_to_all(self.sized_as)
         check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
@@ -164,7 +167,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     hold the checkpoint's.
     """
 
-    of = "MXFP4"
+    of, sized_as = "MXFP4", "mxfp4"
     hidden = 0
     layer_loads = False
 
