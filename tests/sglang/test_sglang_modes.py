@@ -216,6 +216,16 @@ def test_an_all_to_all_is_refused_before_the_checkpoint_is_read(kind: str) -> No
 # Kernels of others
 
 
+def test_lora_on_a_layer_is_refused_by_name(rng: torch.Generator) -> None:
+    """SGLang's own layer for it looks for a runner, and would find none of its own."""
+    from sglang.srt.lora.layers import FusedMoEWithLoRA
+
+    with server():
+        module = fused_moe(operands(SHAPE, 1, "cpu", rng)[0])
+        with pytest.raises(RuntimeError, match="LoRA on MoE layers is not served; start without LoRA or without moe"):
+            FusedMoEWithLoRA(module, SimpleNamespace(name="triton", max_loras_per_batch=1))
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=has(name)) for name in ("enable_nvidia_megakernel", "enable_amd_monokernel")],

@@ -73,7 +73,8 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     of.
     """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
-    if with_lora is not None and isinstance(module, with_lora):
+    # Such a layer takes the MoE layer as a part first of all, before it looks for kernels.
+    if with_lora is not None and (isinstance(module, with_lora) or isinstance(block, with_lora)):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
     for place, name in BLOCKS.items():
         of_release = _class(f"sglang.srt.{place}", name)
