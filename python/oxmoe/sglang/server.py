@@ -41,7 +41,7 @@ def offloads() -> str | None:
 
     def of(offload: Any) -> str | None:
         names = ("cpu_offload_gb", "offload_group_size")
-        return next((_flag(name) for name in names if (getattr(offload, name, 0) or 0) > 0), None)
+        return next((_flag(name) for name in names if (getattr(offload, name) or 0) > 0), None)
 
     return read(lambda context: of(context.get_exec().offload), of)  # type: ignore[no-any-return]
 
@@ -51,7 +51,7 @@ def moves_parameters() -> str | None:
     None."""
 
     def of(parallel: Any) -> str | None:
-        return _flag("dwdp_size") if (getattr(parallel, "dwdp_size", 1) or 1) > 1 else None
+        return _flag("dwdp_size") if (parallel.dwdp_size or 1) > 1 else None
 
     return offloads() or read(lambda context: of(context.get_parallel()), of)
 
