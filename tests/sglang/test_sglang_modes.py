@@ -103,15 +103,14 @@ def test_experts_on_the_cpu_beside_the_gpu_are_refused(rng: torch.Generator, mon
 
 @contextmanager
 def given(place: str, name: str, value: int) -> Iterator[None]:
-    """Sets an argument that some releases have beside their runtime context alone."""
+    """Sets an argument that some releases have in a bag of their own behind the context's ranks."""
     with ExitStack() as stack:
         try:
             stack.enter_context(argument(place, name, value))
         except ValueError:
-            from sglang.srt.server_args import get_global_server_args
+            from sglang.srt.runtime_context import get_parallel
 
-            patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr(get_global_server_args(), name, value)
+            stack.enter_context(get_parallel()._config.override(**{name: value}))
         yield
 
 
