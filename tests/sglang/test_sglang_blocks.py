@@ -10,23 +10,24 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from oxmoe.sglang import layers, setting, sources
+from oxmoe.sglang import calls, layers, setting, sources
 
 pytest.importorskip("sglang")
 
 from sglang_server import ADAPTER, VERSION, installed, server
 
-MODELS = sources.folder() / "srt" / "models"
+SRT = sources.folder() / "srt"
+MODELS = SRT / "models"
 # SGLang's functions that run experts.
 FUNCTIONS = {"fused_moe", "fused_experts", "fused_experts_impl", "inplace_fused_experts", "outplace_fused_experts"}
 FUNCTIONS |= {"moe_tp_forward", "fused_marlin_moe"}
 # Classes that call such a function, although the MoE layers of their models run on oxmoe.
 OTHERS = {
-    ("beam", "BeamMoE"): "behind SGLang's own Triton runner alone",
-    ("dots3_common.dots_omni_vision", "MoESwiGLUFFN"): "a tower of images",
-    ("dots3_common.dots_omni_vision", "MoESwiGLUFFNFP8"): "a tower of images",
+    ("models.beam", "BeamMoE"): "behind SGLang's own Triton runner alone",
+    ("models.dots3_common.dots_omni_vision", "MoESwiGLUFFN"): "a tower of images",
+    ("models.dots3_common.dots_omni_vision", "MoESwiGLUFFNFP8"): "a tower of images",
 }
-THERE = {place: name for place, name in layers.BLOCKS.items() if (MODELS / f"{place.replace('.', '/')}.py").exists()}
+THERE = {place: name for place, name in layers.BLOCKS.items() if (SRT / f"{place.replace('.', '/')}.py").exists()}
 
 
 def runs_experts(owner: ast.ClassDef) -> bool:
@@ -44,16 +45,47 @@ def runs_experts(owner: ast.ClassDef) -> bool:
     return False
 
 
-def classes(file: Path) -> Iterator[str]:
+def has_own_configuration(owner: ast.ClassDef) -> bool:
+    """Whether the class is a module that makes a MoeRunnerConfig, as MoE layers do."""
+    names = {node.id for node in ast.walk(owner) if isinstance(node, ast.Name)}
+    return "MoeRunnerConfig" in names and any("Module" in ast.unparse(base) for base in owner.bases)
+
+
+def of_file(file: Path) -> Iterator[ast.ClassDef]:
     tree = ast.parse(file.read_text(encoding="utf-8-sig"))
-    yield from (node.name for node in tree.body if isinstance(node, ast.ClassDef) and runs_experts(node))
+    yield from (node for node in tree.body if isinstance(node, ast.ClassDef))
+
+
+def place_of(file: Path) -> str:
+    return ".".join(file.relative_to(SRT).with_suffix("").parts)
 
 
 def test_the_blocks_of_this_release_are_known() -> None:
     """A block that this test finds in a new release belongs to `layers.BLOCKS`."""
-    files = {file: ".".join(file.relative_to(MODELS).with_suffix("").parts) for file in MODELS.rglob("*.py")}
-    found = {(place, name) for file, place in files.items() for name in classes(file)}
+    found = {
+        (place_of(file), owner.name) for file in MODELS.rglob("*.py") for owner in of_file(file) if runs_experts(owner)
+    }
+    # Models have such classes among SGLang's layers, too.
+    for file in (SRT / "layers").rglob("*.py"):
+        found |= {(place_of(file), owner.name) for owner in of_file(file) if has_own_configuration(owner)}
+    found.discard(("layers.moe.fused_moe_triton.layer", "FusedMoE"))
     assert found - OTHERS.keys() == set(THERE.items())
+
+
+def test_the_blocks_that_scale_are_known() -> None:
+    """A block that this test finds in a new release belongs to `calls.SCALING`."""
+    found = set()
+    for file in MODELS.rglob("*.py"):
+        for owner in of_file(file):
+            for node in ast.walk(owner):
+                if not isinstance(node, ast.If) or "_is_cuda" not in ast.unparse(node.test):
+                    continue
+                products = [
+                    line for line in node.body if isinstance(line, ast.AugAssign) and isinstance(line.op, ast.Mult)
+                ]
+                if any(getattr(line.value, "attr", "") == "routed_scaling_factor" for line in products):
+                    found.add((file.stem, owner.name))
+    assert found and found <= set(calls.SCALING.items())
 
 
 @pytest.mark.parametrize("place", THERE)
@@ -63,10 +95,11 @@ def test_a_block_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None
     layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
     try:
         with server():
-            kind = getattr(importlib.import_module(f"sglang.srt.models.{place}"), THERE[place])
+            kind = getattr(importlib.import_module(f"sglang.srt.{place}"), THERE[place])
             block = kind.__new__(kind)
             nn.Module.__init__(block)
-            why = "builds Mixtral without MoE layers" if place == "mixtral_quant" else f"{place}.{THERE[place]} calls"
+            _, _, short = place.partition(".")
+            why = "builds Mixtral without MoE layers" if short == "mixtral_quant" else f"{short}.{THERE[place]} calls"
             with pytest.raises(RuntimeError, match=f"SGLang('s)? {why}.*; .* without moe"):
                 nn.ModuleList([block])
     finally:

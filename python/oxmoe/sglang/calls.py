@@ -40,6 +40,14 @@ _known: dict[int, _Layer] = {}
 _watched: dict[int, _Layer] = {}
 _told: set[int] = set()
 
+# Blocks of SGLang's models that multiply the result of their experts by the routed scaling factor, unless SGLang runs
+# on CUDA: module -> class. There SGLang's own kernels leave the factor to them.
+SCALING = {
+    "deepseek_v2": "DeepseekV2MoE",
+    "glm4_moe": "Glm4MoeSparseMoeBlock",
+    "glm4_moe_lite": "Glm4MoeLiteSparseMoeBlock",
+}
+
 
 def expect(module: Any, name: str, block: nn.Module | None = None) -> None:
     """Registers a layer that must run on oxmoe. If it does not, its first forward raises a RuntimeError.
@@ -79,10 +87,29 @@ def layer_of(config: Any) -> Any:
     return getattr(config, "layer", None) if layer is None else layer.module()
 
 
+def _block_of(config: Any) -> nn.Module | None:
+    layer = _known.get(id(config))
+    return layer.block() if layer is not None and layer.block is not None else None
+
+
+def model_of(config: Any) -> str:
+    """Returns the module of SGLang's model with the layer of this configuration, as in "srt.models.bailing_moe". It is
+    empty if the layer is in no block."""
+    block = _block_of(config)
+    return "" if block is None else type(block).__module__.removeprefix("sglang.")
+
+
+def block_scales(config: Any) -> bool:
+    """Whether the block of the layer with this configuration multiplies by the routed scaling factor without CUDA."""
+    block = _block_of(config)
+    return block is not None and any(
+        SCALING.get(kind.__module__.rpartition(".")[2]) == kind.__name__ for kind in type(block).__mro__
+    )
+
+
 def choices(config: Any) -> list[Any]:
     """Returns how the block of the layer with this configuration chooses experts: the TopKConfig of each TopK."""
-    layer = _known.get(id(config))
-    block = layer.block() if layer is not None and layer.block is not None else None
+    block = _block_of(config)
     children = block.children() if block is not None else ()
     return [child.topk_config for child in children if type(child).__name__ == "TopK"]
 

@@ -93,6 +93,13 @@ def finds_modelopt_by_name() -> bool:
     return any(getattr(call, "id", "") == "issubclass" for call in calls)
 
 
+def lists_experts_early(model: str) -> bool:
+    """Whether a model, named as in "srt.models.bailing_moe", lists the tensors that --enable-eplb moves while it loads
+    its weights. Other models do so when they are asked first, after SGLang has processed the weights."""
+    lists = sources.assigned(model, "load_weights", "routed_experts_weights_of_layer")
+    return any(getattr(getattr(value, "func", None), "id", "") != "LazyValue" for value in lists)
+
+
 def has_argument(name: str) -> bool:
     """Whether the server has this argument."""
     if name in sources.members(_ARGUMENTS, "ServerArgs"):

@@ -28,6 +28,8 @@ _workspaces: dict[tuple[Any, ...], AllReduceFusionWorkspace] = {}
 # Workspaces that were replaced. Captured graphs may still use them.
 _outgrown: list[AllReduceFusionWorkspace] = []
 _spans_hosts: dict[str, bool] = {}
+# Operators whose first call was logged.
+_ran: set[str] = set()
 # Bytes of a host's id or name that ranks tell each other. Linux allows 64 for a name.
 _HOST_BYTES = 256
 
@@ -135,6 +137,14 @@ def _sum_over_hosts(tensor: Tensor, group: Any) -> Tensor:
     return result
 
 
+def _say_that_it_ran(name: str, group: Any) -> None:
+    """Logs an operator's first call. SGLang may have its fusion on and never call it, as for some of its groups."""
+    if name not in _ran:
+        _ran.add(name)
+        if group.rank_in_group == 0:
+            logger.info("oxmoe: allreduce: %s ran on oxmoe, in group %s", name, group.unique_name)
+
+
 def _workspace(group: Any, max_token_num: int, like: Tensor) -> AllReduceFusionWorkspace:
     """Returns the group's workspace for tensors like this one. All its ranks make it together at the first call."""
     key = (group.unique_name, like.shape[1], like.dtype, like.device)
@@ -179,6 +189,7 @@ def _fused(
         residual_out = summed.to(residual.dtype)
         norm = torch.nn.functional.rms_norm(residual_out.float(), weight.shape, weight.float(), eps)
         return norm.to(input_tensor.dtype), residual_out
+    _say_that_it_ran(capabilities.FUSED, group)
     x, residual = input_tensor.contiguous(), residual.contiguous()
     norm, residual_out = torch.empty_like(x), torch.empty_like(residual)
     allreduce_fusion(
@@ -209,6 +220,7 @@ def _plain(tensor: Tensor, group_name: str) -> Tensor:
         raise ValueError(f"group {group_name} is destroyed")
     if spans_hosts(group):
         return _sum_over_hosts(tensor, group)
+    _say_that_it_ran(capabilities.PLAIN, group)
     # The size is SGLang's own bound for this operator, so that graphs of few tokens need no workspace that grows.
     workspace = _workspace(group, 2048, tensor)
     return allreduce_fusion(tensor, workspace, AllReduceFusionPattern.kAllReduce, output=torch.empty_like(tensor))

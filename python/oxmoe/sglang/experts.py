@@ -18,7 +18,7 @@ from torch import Tensor
 from oxmoe import ExpertWeights, moe, prepare_cutlass_fused_moe, prepare_triton_kernel_experts
 from oxmoe.peers.sglang import check_config, expert_options
 from oxmoe.peers.topk_forms import routing_arguments
-from oxmoe.sglang import calls, deepep, symmetric
+from oxmoe.sglang import calls, deepep, server, symmetric
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.weights import expert_weights
@@ -253,6 +253,11 @@ class Experts:
         self._kind: _Kind | None = None
         self._sources: list[Tensor] = []
         self._handover = Handover()
+        self._offloaded = False
+
+    def forget(self) -> None:
+        """Drops the weights, and the tensors that they were made of."""
+        self._made_for, self._weights, self._sources = None, None, []
 
     def follow(self, handover: Handover) -> None:
         """Sets the layer's handover."""
@@ -277,8 +282,11 @@ class Experts:
         if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "oxmoe: a MoE layer's weights are prepared at its first call, which a CUDA graph cannot capture; run "
-                "the model once before the capture (SGLang does, unless its warm-up was skipped)"
+                "the model once before the capture (SGLang does, unless its warm-up was skipped). With "
+                "--cpu-offload-gb or --offload-group-size every call gets other weights: start with "
+                "--disable-cuda-graph"
             )
+        self._offloaded = server.offloads() is not None
         self._weights = self._kind.make(quant_info, config, columns, self._handover.up_first)
         self._made_for = identity
         # While they are held, no other tensor gets their addresses.
@@ -288,6 +296,13 @@ class Experts:
     def run(self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any = None) -> Tensor:
         """Runs SGLang's dispatched tokens. Returns [T, H], or with no_combine [T, k, H], or behind an all-to-all
         what `deepep.run` returns."""
+        result = self._run(dispatch_output, quant_info, config, hooks)
+        if self._offloaded:
+            # SGLang gave the layer copies of its weights for this call alone; kept, they would fill the GPU.
+            self.forget()
+        return result
+
+    def _run(self, dispatch_output: Any, quant_info: Any, config: Any, hooks: Any) -> Tensor:
         if hooks is not None:
             raise NotImplementedError(
                 "oxmoe: LoRA on MoE layers is not served; run LoRA models without moe in OXMOE_SGLANG"
@@ -308,7 +323,7 @@ class Experts:
             layer = calls.layer_of(config)
             # Top-k says by the layer whether its weights contain the factor.
             scaled = layer is None or layer.should_fuse_routed_scaling_factor_in_topk
-            factor = 1.0 if scaled or config.routed_scaling_factor is None else config.routed_scaling_factor
+            factor = scaling_factor(x, config, scaled=scaled)
             ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
             given = routing(topk_output, config)
             return moe(x, weights, **given, **ranks, routed_scaling_factor=factor, out=symmetric.output_like(x))
@@ -404,6 +419,19 @@ def routing(topk_output: Any, config: Any) -> dict[str, Any]:
     return routing_arguments(topk_output)
 
 
+def scaling_factor(x: Tensor, config: Any, *, scaled: bool) -> float:
+    """Returns what this layer multiplies its result by, so that the routed scaling factor counts once.
+
+    scaled: whether the weights of top-k contain the factor. Some models multiply once more if SGLang does not run on
+    CUDA, because SGLang's kernels do not do it there.
+    """
+    factor = config.routed_scaling_factor
+    if factor is None:
+        return 1.0
+    once = 1.0 if scaled else float(factor)
+    return once / factor if not x.is_cuda and calls.block_scales(config) else once
+
+
 def run_local(
     x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, handover: Handover, *, inplace: bool
 ) -> Tensor:
@@ -424,7 +452,6 @@ def run_local(
             f"oxmoe: {type(topk_output).__name__} has ids of all ranks' experts; with --ep-size above 1 served is "
             "StandardTopKOutput"
         )
-    scale = None if handover.scaled else config.routed_scaling_factor
     # Without a combine nothing is reduced, so the output needs no symmetric memory.
     out = x if inplace else None if config.no_combine else symmetric.output_like(x)
     return moe(
@@ -433,7 +460,7 @@ def run_local(
         **routing(topk_output, config),
         **ranks,
         # SGLang applies the scale in its combine, so it applies none without a combine.
-        routed_scaling_factor=1.0 if scale is None or config.no_combine else scale,
+        routed_scaling_factor=1.0 if config.no_combine else scaling_factor(x, config, scaled=handover.scaled),
         apply_router_weight_on_input=config.apply_router_weight_on_input,
         no_combine=config.no_combine,
         keep_router_weight=getattr(config, "no_combine_keep_router_weight", False),

@@ -48,6 +48,9 @@ def unwatch() -> None:
 def _registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
     if "begin" in _watched and type(module).__module__.startswith("sglang."):
         _watched.pop("begin")()
+        if "moe" in _watched["swaps"] and (flag := server.replaces_model()) is not None:
+            what = f"with {flag} kernels of the whole model run in place of its MoE layers"
+            raise RuntimeError(_message(what, f"start without {flag} or without moe"))
         if "allreduce" in _watched["swaps"]:
             check_allreduce(_watched["adapter"])
             if "moe" not in _watched["swaps"]:
@@ -70,10 +73,11 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     of.
     """
     with_lora = _class("sglang.srt.lora.layers", "FusedMoEWithLoRA")
-    if with_lora is not None and isinstance(module, with_lora):
+    # Such a layer takes the MoE layer as a part first of all, before it looks for kernels.
+    if with_lora is not None and (isinstance(module, with_lora) or isinstance(block, with_lora)):
         raise RuntimeError(_message("LoRA on MoE layers is not served", "start without LoRA or without moe"))
     for place, name in BLOCKS.items():
-        of_release = _class(f"sglang.srt.models.{place}", name)
+        of_release = _class(f"sglang.srt.{place}", name)
         if of_release is not None and isinstance(module, of_release):
             raise RuntimeError(_message(*_apart(place, name)))
     layers = _class("sglang.srt.layers.moe.fused_moe_triton.layer", "FusedMoE")
@@ -81,6 +85,10 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
         return
     check_config(getattr(module, "moe_runner_config", None))
     method: Any = module.quant_method
+    if type(method).__name__ == "KTEPWrapperMethod":
+        what = "experts on the CPU beside those on the GPU (--kt-weight-path) are not served: some of SGLang's models"
+        what += " multiply their sum by the routed scaling factor, which oxmoe's part contains already"
+        raise RuntimeError(_message(what, "start without --kt-weight-path or without moe"))
     if getattr(module, "deprecate_flag", True) is False:
         # SGLang's DeepEPMoE then looks for kernels of its own by the weights' format.
         why = f"layer {getattr(module, 'layer_id', '?')} ({type(module).__name__}) does not ask its method for results"
@@ -92,15 +100,14 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
-        why = eplb.copies(method, runner) if server.balances_experts() else None
-        if why is not None:
-            raise RuntimeError(
-                _message(
-                    f"layer {module.layer_id}: {why}, which --enable-eplb does not move",
-                    "use the quantization oxmoe, whose weights are SGLang's parameters, or start without --enable-eplb",
+        if (why := eplb.copies(method, runner)) is not None:
+            if (flag := _reaches_parameters_alone()) is not None:
+                raise RuntimeError(
+                    _message(
+                        f"layer {module.layer_id}: {why}, which {flag} does not reach",
+                        f"use the quantization oxmoe, whose weights are SGLang's parameters, or start without {flag}",
+                    )
                 )
-            )
-        if eplb.copies(method, runner) is not None:
             module.add_module("oxmoe_copies", Copies())
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and server.compiles():
             raise RuntimeError(
@@ -122,6 +129,13 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     else:
         why, mend = "oxmoe has no kernels for its format", "serve this model without moe"
     raise RuntimeError(_message(f"{what} does not run on oxmoe: {why}", mend))
+
+
+def _reaches_parameters_alone() -> str | None:
+    """Returns the flag with which SGLang writes or moves parameters while the server runs, or None."""
+    if server.balances_experts():
+        return "--enable-eplb"
+    return "--enable-elastic-expert-backup" if server.backs_up_experts() else server.moves_parameters()
 
 
 def _serve(module: Any, through: str, block: nn.Module | None) -> None:
@@ -172,21 +186,26 @@ class Copies(nn.Module):
 
 # Blocks of SGLang's models whose experts it runs without a MoE layer: module -> class.
 BLOCKS = {
-    "afmoe": "AfmoeMoE",
-    "dbrx": "DbrxExperts",
-    "deepseek": "DeepseekMoE",
-    "inkling_common.moe": "InklingMoE",
-    "mixtral_quant": "MixtralMoE",
-    "xverse_moe": "XverseMoE",
+    "models.afmoe": "AfmoeMoE",
+    "models.dbrx": "DbrxExperts",
+    "models.deepseek": "DeepseekMoE",
+    "models.inkling_common.moe": "InklingMoE",
+    "models.mixtral_quant": "MixtralMoE",
+    "models.xverse_moe": "XverseMoE",
+    "layers.muse_spark.muse_spark_bf16_moe": "MuseSpark1xBf16Experts",
+    "layers.muse_spark.muse_spark_fp4_moe": "MuseSpark1xFp4Experts",
 }
 
 
 def _apart(place: str, name: str) -> tuple[str, str]:
     """Returns why the experts of such a block do not run on oxmoe, and what to do."""
-    if place == "mixtral_quant":
+    if place == "models.mixtral_quant":
         what = "SGLang builds Mixtral without MoE layers for a quantization that is none of its own"
         return what, "start bf16 with --moe-runner-backend deep_gemm and without --quantization, others without moe"
-    return f"SGLang's {place}.{name} calls SGLang's kernels itself, not a MoE layer", "serve this model without moe"
+    return (
+        f"SGLang's {place.partition('.')[2]}.{name} calls SGLang's kernels itself, not a MoE layer",
+        "serve this model without moe",
+    )
 
 
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
@@ -222,6 +241,12 @@ def check_allreduce(adapter: ModuleType) -> None:
     from sglang.srt.utils import is_flashinfer_available
 
     asked = adapter.allreduce_fusion()
+    if asked is False and server.is_deterministic():
+        what = "allreduce is called by SGLang's all-reduce fusion, which --enable-deterministic-inference turns off"
+        raise RuntimeError(_message(what, "start without allreduce"))
+    if asked and server.multiplexes():
+        what = "with --enable-pdmux a prefill and a decoding step may both be in an all-reduce of one group at a time"
+        raise RuntimeError(_message(what, "start without --enable-pdmux or without allreduce"))
     if asked is False:
         what = "allreduce is called by SGLang's all-reduce fusion, which is off"
         raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}"))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import capabilities, deepep, eplb, formats, server, sglang_version
+from oxmoe.sglang import calls, capabilities, deepep, eplb, formats, server, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
 
@@ -81,6 +81,13 @@ def handover(layer: Any, method: Any) -> Handover:
         ep_size=layer.moe_ep_size,
         ep_rank=layer.moe_ep_rank,
     )
+
+
+def check_all_to_all(weights_format: str) -> None:
+    """Raises NotImplementedError or ValueError before a checkpoint is read, if the server's all-to-all brings tokens
+    that experts of this format do not take."""
+    deepep.dispatched(weights_format, sglang_version())
+    deepep.refuse_overlap()
 
 
 def loaded(layer: torch.nn.Module, weights: ExpertWeights) -> None:
@@ -161,6 +168,7 @@ class MadeAtLoad:
     oxmoe = True
     runner: Any = None
     of = ""
+    sized_as = ""
     weights: ExpertWeights | None = None
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
@@ -190,6 +198,13 @@ class MadeAtLoad:
                 f"oxmoe: {self.of} experts are prepared after they are loaded, which --load-format remote_instance "
                 "leaves out; start with another --load-format"
             )
+        if (flag := server.moves_parameters()) is not None:
+            raise NotImplementedError(
+                f"oxmoe: {self.of} experts are prepared after they are loaded, and {flag} gives their parameters other "
+                "memory afterwards; start without it (layers of --quantization oxmoe in bf16, f16, and fp8 with 128 x "
+                "128 blocks follow their parameters)"
+            )
+        check_all_to_all(self.sized_as)
         check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
 
@@ -240,7 +255,21 @@ class MadeAtLoad:
         assert self.weights is not None
         self.packed = frozenset(packed_parameters(layer, self.weights))
         self._made_of = _addresses(layer)
-        self.updates.finish(derived=is_derived(layer, self.weights))
+        derived = is_derived(layer, self.weights)
+        if derived and server.backs_up_experts():
+            raise NotImplementedError(
+                f"oxmoe: {self.of} experts are not served with --enable-elastic-expert-backup: after a rank is lost "
+                "SGLang writes bytes of the checkpoint into their parameters, which hold or accompany what was made of "
+                "them; start without it"
+            )
+        if derived and server.balances_experts():
+            model = calls.model_of(self.moe_runner_config)
+            if capabilities.lists_experts_early(model):
+                raise NotImplementedError(
+                    f"oxmoe: {self.of} experts are not served with --enable-eplb in a model of {model}: it lists the "
+                    "tensors to move before they are prepared; start without --enable-eplb"
+                )
+        self.updates.finish(derived=derived)
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         if self.weights is None:

@@ -22,13 +22,14 @@ from sglang.srt.layers.quantization.utils import is_layer_skipped
 from sglang.srt.utils import set_weight_attrs
 
 from oxmoe import ExpertWeights
-from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt
+from oxmoe.sglang import compressed_tensors, deepep, formats, int4, int4_schemes, linear, modelopt, server
 from oxmoe.sglang.deepseek_v4 import OxmoeFp8Mxfp4MoEMethod
 from oxmoe.sglang.experts import Experts
 from oxmoe.sglang.formats import FP8_BLOCK, served_fp8
 from oxmoe.sglang.loading import (
     MadeAtLoad,
     NeedsBfloat16,
+    check_all_to_all,
     check_layer_config,
     handover,
     loaded,
@@ -62,10 +63,12 @@ class ThroughRunner:
     make_runner: Any = staticmethod(DirectRunner)
     experts: Experts
     get_triton_quant_info: Any
+    sized_as = "bf16"
     processed = False
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         refuse_transposed(layer)
+        check_all_to_all(self.sized_as)
         check_layer_config(moe_runner_config)
         self.moe_runner_config = moe_runner_config
         self.runner = self.make_runner(moe_runner_config)
@@ -78,6 +81,9 @@ class ThroughRunner:
         experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
         loaded(layer, weights)
+        if server.offloads() is not None:
+            # SGLang lends the layer its parameters on the GPU while it processes them.
+            experts.forget()
 
     def apply(self, layer: torch.nn.Module, dispatch_output: Any) -> Any:
         if not self.processed:
@@ -161,7 +167,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     hold the checkpoint's.
     """
 
-    of = "MXFP4"
+    of, sized_as = "MXFP4", "mxfp4"
     hidden = 0
     layer_loads = False
 

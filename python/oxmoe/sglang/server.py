@@ -25,6 +25,66 @@ def balances_experts() -> bool:
     return bool(read(lambda context: context.get_exec().moe.enable_eplb, lambda arguments: arguments.enable_eplb))
 
 
+def backs_up_experts() -> bool:
+    """Whether the server has --enable-elastic-expert-backup, with which SGLang writes a checkpoint's bytes into the
+    parameters of experts without telling anybody."""
+
+    def of(moe: Any) -> bool:
+        return bool(moe.enable_elastic_expert_backup) and moe.elastic_ep_backend is not None
+
+    return bool(read(lambda context: of(context.get_exec().moe), of))
+
+
+def offloads() -> str | None:
+    """Returns the flag with which SGLang keeps weights on the host and gives a layer copies of them at each call, or
+    None."""
+
+    def of(offload: Any) -> str | None:
+        names = ("cpu_offload_gb", "offload_group_size")
+        return next((_flag(name) for name in names if (getattr(offload, name) or 0) > 0), None)
+
+    return read(lambda context: of(context.get_exec().offload), of)  # type: ignore[no-any-return]
+
+
+def moves_parameters() -> str | None:
+    """Returns the flag with which SGLang gives a layer's parameters other memory after it has processed them, or
+    None."""
+
+    def of(parallel: Any) -> str | None:
+        return _flag("dwdp_size") if (parallel.dwdp_size or 1) > 1 else None
+
+    return offloads() or read(lambda context: of(context.get_parallel()), of)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def multiplexes() -> bool:
+    """Whether the server has --enable-pdmux: it prefills and decodes at the same time on two streams."""
+    return bool(read(lambda context: context.get_disagg().enable_pdmux, lambda arguments: arguments.enable_pdmux))
+
+
+def is_deterministic() -> bool:
+    """Whether the server has --enable-deterministic-inference."""
+    return bool(
+        read(
+            lambda context: context.get_exec().deterministic.enable_deterministic_inference,
+            lambda arguments: arguments.enable_deterministic_inference,
+        )
+    )
+
+
+def replaces_model() -> str | None:
+    """Returns the flag with which kernels of a whole model take the place of its layers, or None."""
+
+    def of(kernel: Any) -> str | None:
+        names = ("enable_nvidia_megakernel", "enable_amd_monokernel")
+        return next((_flag(name) for name in names if getattr(kernel, name, False)), None)
+
+    return read(lambda context: of(context.get_exec().kernel), of)  # type: ignore[no-any-return]
+
+
 def load_format() -> tuple[str, str]:
     """Returns --load-format, and the backend of "remote_instance". Without a server both are empty."""
 

@@ -87,6 +87,17 @@ def function(module: str, name: str) -> Function | None:
 
 
 @functools.cache
+def assigned(module: str, method: str, attribute: str) -> tuple[ast.expr, ...]:
+    """Returns what methods of this name, in all classes of a module, assign to an attribute of their object."""
+    owners = [statement for statement in _statements(module) or () if isinstance(statement, ast.ClassDef)]
+    methods = [part for owner in owners for part in owner.body if isinstance(part, Function) and part.name == method]
+    assignments = [node for part in methods for node in ast.walk(part) if isinstance(node, ast.Assign)]
+    return tuple(
+        node.value for node in assignments for target in node.targets if getattr(target, "attr", "") == attribute
+    )
+
+
+@functools.cache
 def mentions(module: str, text: str) -> bool:
     """Whether the code of a module has an identifier, attribute or string with exactly this text."""
     for statement in _statements(module) or ():
