@@ -28,7 +28,7 @@ _NAMES = {SWIGLU: "Swiglu", RELU2: "Relu2"}
 _MODES = ("w4a4", "w4a16", "mxfp8")
 # Rows of up that lie before as many rows of gate: flashinfer's order, and the one of swap_ab.
 _GROUP, _SWAPPED_GROUP = 64, 16
-# What `cute_dsl_fused_moe` makes of its weights, kept while they live.
+# The experts that `cute_dsl_fused_moe` made of its weights, kept while these live.
 cache = Cache()
 
 

@@ -146,6 +146,14 @@ def _refuse(function: str, unserved: dict[str, bool]) -> None:
         )
 
 
+def _check_mxfp8_scale(scale: Tensor, tokens: int, hidden: int) -> None:
+    if scale.element_size() != 1 or scale.numel() * 32 != tokens * hidden:
+        raise ValueError(
+            f"hidden_states_scale: expected uint8 of shape [{tokens}, {hidden // 32}], got "
+            f"{str(scale.dtype).rpartition('.')[2]} {list(scale.shape)}"
+        )
+
+
 def _tokens(
     hidden_states: Tensor, scale: Tensor | None, weights: ExpertWeights, quantization: int
 ) -> tuple[Tensor, Tensor | None]:
@@ -157,11 +165,7 @@ def _tokens(
     if scale is None:
         return hidden_states, None
     if quantization == MXFP8:
-        if scale.element_size() != 1 or scale.numel() * 32 != tokens * hidden:
-            raise ValueError(
-                f"hidden_states_scale: expected uint8 of shape [{tokens}, {hidden // 32}], got "
-                f"{str(scale.dtype).rpartition('.')[2]} {list(scale.shape)}"
-            )
+        _check_mxfp8_scale(scale, tokens, hidden)
         import torch
 
         # The conversion is exact: these numbers do not change when they are rounded to MXFP8 once more.
@@ -213,7 +217,8 @@ def _run(
     routing = of_local_experts(routing, num_experts, local_expert_offset, local_num_experts)
     if sizes is not None:
         if hidden_states_scale is not None:
-            blocks = hidden_states_scale.reshape(hidden_states.shape[0], -1)
+            _check_mxfp8_scale(hidden_states_scale, *hidden_states.shape)
+            blocks = hidden_states_scale.reshape(hidden_states.shape[0], hidden_states.shape[1] // 32)
             hidden_states_scale = blocks[:, : -(-sizes[0] // 32)].contiguous()
         hidden_states = hidden_states[:, : sizes[0]].contiguous()
     if weights is not None:
