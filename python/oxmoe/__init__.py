@@ -25,18 +25,23 @@ from oxmoe.allreduce.trtllm import (
 from oxmoe.dense import SfLayout, mm_mxfp8, mxfp8_dequantize_host, mxfp8_linear, mxfp8_quantize
 from oxmoe.deprecation import lookup as _lookup
 from oxmoe.functions import moe, sort_by_expert, topk
-from oxmoe.peers.flashinfer_cutedsl import CuteDslMoEWrapper
+from oxmoe.peers.flashinfer_cutedsl import CuteDslMoEWrapper, cute_dsl_fused_moe, cute_dsl_fused_moe_nvfp4
 from oxmoe.peers.flashinfer_cutlass import (
     cutlass_fused_moe,
     cutlass_fused_moe_workspace_size,
     fused_experts_flashinfer_mxfp4,
     prepare_cutlass_fused_moe,
 )
-from oxmoe.peers.flashinfer_hopper import cute_dsl_fused_moe_bf16, mono_moe
+from oxmoe.peers.flashinfer_hopper import CuteDslBf16MoEWrapper, cute_dsl_fused_moe_bf16, mono_moe
 from oxmoe.peers.flashinfer_trtllm import (
     prepare_trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_moe,
     trtllm_fp8_block_scale_routed_moe,
+)
+from oxmoe.peers.flashinfer_trtllm_channels import (
+    prepare_trtllm_fp8_per_channel_scale_moe,
+    trtllm_fp8_per_channel_scale_moe,
+    trtllm_fp8_per_channel_scale_routed_moe,
 )
 from oxmoe.peers.flashinfer_trtllm_formats import (
     prepare_trtllm_bf16_moe,
@@ -56,6 +61,7 @@ from oxmoe.peers.flashinfer_trtllm_int4 import (
     trtllm_mxint4_block_scale_moe,
     trtllm_mxint4_block_scale_routed_moe,
 )
+from oxmoe.peers.flashinfer_trtllm_padding import TrtllmMoePaddedWeights, pad_trtllm_moe_weights
 from oxmoe.peers.flashinfer_trtllm_workspace import trtllm_fused_moe_workspace_size
 from oxmoe.peers.packed_topk import pack_topk, unpack_topk
 from oxmoe.peers.sglang import fused_experts
@@ -102,6 +108,7 @@ __getattr__ = _lookup(__name__, _later)
 __all__ = [
     "AllReduceFusionPattern",
     "AllReduceFusionWorkspace",
+    "CuteDslBf16MoEWrapper",
     "CuteDslMoEWrapper",
     "ExpertWeights",
     "ExptData",
@@ -112,10 +119,13 @@ __all__ = [
     "ScatterIndx",
     "SfLayout",
     "TRTLLMAllReduceFusionWorkspace",
+    "TrtllmMoePaddedWeights",
     "__version__",
     "allreduce_fusion",
     "create_allreduce_fusion_workspace",
+    "cute_dsl_fused_moe",
     "cute_dsl_fused_moe_bf16",
+    "cute_dsl_fused_moe_nvfp4",
     "cutlass_fused_moe",
     "cutlass_fused_moe_workspace_size",
     "device_info",
@@ -132,11 +142,13 @@ __all__ = [
     "mxfp8_linear",
     "mxfp8_quantize",
     "pack_topk",
+    "pad_trtllm_moe_weights",
     "prepare_cutlass_fused_moe",
     "prepare_triton_kernel_experts",
     "prepare_trtllm_bf16_moe",
     "prepare_trtllm_fp4_block_scale_moe",
     "prepare_trtllm_fp8_block_scale_moe",
+    "prepare_trtllm_fp8_per_channel_scale_moe",
     "prepare_trtllm_fp8_per_tensor_scale_moe",
     "prepare_trtllm_mxint4_block_scale_moe",
     "quantize",
@@ -154,6 +166,8 @@ __all__ = [
     "trtllm_fp4_block_scale_routed_moe",
     "trtllm_fp8_block_scale_moe",
     "trtllm_fp8_block_scale_routed_moe",
+    "trtllm_fp8_per_channel_scale_moe",
+    "trtllm_fp8_per_channel_scale_routed_moe",
     "trtllm_fp8_per_tensor_scale_moe",
     "trtllm_fp8_per_tensor_scale_routed_moe",
     "trtllm_fused_moe_workspace_size",

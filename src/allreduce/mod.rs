@@ -107,7 +107,7 @@ impl<'py> Message<'py> {
 #[pyfunction(crate = "crate::python")]
 pub fn allreduce_shape(word: u64) -> String {
     let Shape { pattern, dtype, tokens, hidden } = Shape::from_word(word);
-    let name = pattern::PATTERNS.get(pattern as usize).map_or("unknown", |p| p.name);
+    let name = pattern::of(pattern.into()).map_or("unknown", |p| p.name);
     let dtype = [Elem::F32, Elem::F16, Elem::Bf16].into_iter().find(|e| e.dtype() == Some(dtype));
     let dtype = dtype.map_or("unknown".to_string(), |e| e.to_string());
     format!("pattern {name} of {dtype} [{tokens}, {hidden}]")

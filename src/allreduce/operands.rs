@@ -1,7 +1,7 @@
 //! The operands of one call and their contracts: which a pattern needs, their shapes, and that outputs do not overlap what is still read.
 
 use super::dtype_of;
-use super::pattern::{Narrow, Pattern, Source, PATTERNS};
+use super::pattern::{self, Narrow, Pattern, Source, PATTERNS};
 use super::protocol::{Shape, CHUNK_BYTES};
 use crate::contract;
 use crate::cpu::{Contribution, Quantise, ReduceRows, ScaleLayout};
@@ -103,8 +103,8 @@ fn output<'py>(
 impl<'py> Operands<'py> {
     /// The checked operands, and the contract that has borrowed them. The function that runs the call finishes the contract.
     pub fn check(&self) -> Result<(Checked<'_, 'py>, Contract<'static>)> {
-        let Some(pattern) = usize::try_from(self.pattern).ok().and_then(|i| PATTERNS.get(i)) else {
-            let known: Vec<String> = PATTERNS.iter().enumerate().map(|(i, p)| format!("{i} {}", p.name)).collect();
+        let Some(pattern) = pattern::of(self.pattern) else {
+            let known: Vec<String> = PATTERNS.iter().map(|p| format!("{} {}", p.number, p.name)).collect();
             contract!("pattern: expected one of {}; got {}", known.join(", "), self.pattern);
         };
         self.presence(pattern)?;

@@ -27,6 +27,8 @@ pub enum Source {
 /// One row of the table of patterns.
 #[derive(Clone, Copy, Debug)]
 pub struct Pattern {
+    /// flashinfer's value (flashinfer/comm/trtllm_ar.py, AllReduceFusionPattern).
+    pub number: u8,
     pub name: &'static str,
     pub source: Source,
     /// Whether the pattern has a residual and a norm. Without them only `output` is written.
@@ -35,23 +37,30 @@ pub struct Pattern {
     pub narrow: Narrow,
 }
 
-const fn plain(name: &'static str, norm_out: bool, narrow: Narrow) -> Pattern {
-    Pattern { name, source: Source::Input, norm: true, norm_out, narrow }
+const fn plain(number: u8, name: &'static str, norm_out: bool, narrow: Narrow) -> Pattern {
+    Pattern { number, name, source: Source::Input, norm: true, norm_out, narrow }
 }
 
-/// The patterns, indexed by flashinfer's value (flashinfer/comm/trtllm_ar.py, AllReduceFusionPattern). In the MoE patterns every output is
-/// optional.
-pub const PATTERNS: [Pattern; 12] = [
-    Pattern { name: "kAllReduce", source: Source::Input, norm: false, norm_out: false, narrow: Narrow::None },
-    plain("kARResidualRMSNorm", true, Narrow::None),
-    plain("kARResidualRMSNormFP8Quant", false, Narrow::Fp8),
-    plain("kARResidualRMSNormFP4Quant", false, Narrow::Nvfp4),
-    plain("kARResidualRMSNormOutFP8Quant", true, Narrow::Fp8),
-    plain("kARResidualRMSNormOutFP4Quant", true, Narrow::Nvfp4),
-    Pattern { source: Source::MoeReduction, ..plain("kMoEReductionARResidualRMSNorm", true, Narrow::Nvfp4) },
-    Pattern { source: Source::MoeFinalize, ..plain("kMoEFinalizeARResidualRMSNorm", true, Narrow::Nvfp4) },
-    plain("kARResidualRMSNormPerTokenGroupFP8PackedQuant", false, Narrow::Groups),
-    plain("kARResidualRMSNormOutPerTokenGroupFP8PackedQuant", true, Narrow::Groups),
-    plain("kARResidualRMSNormDynamicFP8Quant", false, Narrow::PerToken),
-    plain("kARResidualRMSNormOutDynamicFP8Quant", true, Narrow::PerToken),
+/// The pattern with flashinfer's value `number`.
+pub fn of(number: i64) -> Option<&'static Pattern> {
+    PATTERNS.iter().find(|pattern| i64::from(pattern.number) == number)
+}
+
+/// The patterns that are served. In the MoE patterns every output is optional. MXFP8 is made of norm_out after the call, but ranks of one
+/// call have one pattern, so it has its own rows.
+pub const PATTERNS: [Pattern; 14] = [
+    Pattern { number: 0, name: "kAllReduce", source: Source::Input, norm: false, norm_out: false, narrow: Narrow::None },
+    plain(1, "kARResidualRMSNorm", true, Narrow::None),
+    plain(2, "kARResidualRMSNormFP8Quant", false, Narrow::Fp8),
+    plain(3, "kARResidualRMSNormFP4Quant", false, Narrow::Nvfp4),
+    plain(4, "kARResidualRMSNormOutFP8Quant", true, Narrow::Fp8),
+    plain(5, "kARResidualRMSNormOutFP4Quant", true, Narrow::Nvfp4),
+    Pattern { source: Source::MoeReduction, ..plain(6, "kMoEReductionARResidualRMSNorm", true, Narrow::Nvfp4) },
+    Pattern { source: Source::MoeFinalize, ..plain(7, "kMoEFinalizeARResidualRMSNorm", true, Narrow::Nvfp4) },
+    plain(8, "kARResidualRMSNormPerTokenGroupFP8PackedQuant", false, Narrow::Groups),
+    plain(9, "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant", true, Narrow::Groups),
+    plain(10, "kARResidualRMSNormDynamicFP8Quant", false, Narrow::PerToken),
+    plain(11, "kARResidualRMSNormOutDynamicFP8Quant", true, Narrow::PerToken),
+    plain(13, "kARResidualRMSNormMXFP8Quant", true, Narrow::None),
+    plain(14, "kARResidualRMSNormOutMXFP8Quant", true, Narrow::None),
 ];

@@ -1,7 +1,7 @@
 //! How an all-reduce is launched on a GPU: a function of shape, ranks and device. Ranks need to agree only on the algorithm, because slots
 //! belong to chunks, not to CTAs.
 
-use super::pattern::{Narrow, Source, PATTERNS};
+use super::pattern::{self, Narrow, Source};
 use super::protocol::{algorithm, owned, Algorithm, Layout, Shape, CHUNK_BYTES};
 use crate::device::{Arch, Device};
 use crate::error::{Error, Result};
@@ -67,7 +67,7 @@ impl AllReducePlan {
 
 /// The least work that serves a pattern.
 fn work(pattern: u8) -> Work {
-    match PATTERNS.get(pattern as usize) {
+    match pattern::of(pattern.into()) {
         Some(p) if !p.norm => Work::Sum,
         Some(p) if p.source == Source::Input && p.narrow == Narrow::None => Work::Norm,
         _ => Work::All,

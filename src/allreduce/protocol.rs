@@ -294,7 +294,7 @@ mod tests {
     #[test]
     fn words_survive() {
         for dtype in [Dtype::F32, Dtype::F16, Dtype::Bf16] {
-            for pattern in 0..=12 {
+            for pattern in 0..=14 {
                 let shape = Shape { pattern, dtype, tokens: u32::MAX - 7, hidden: Shape::MAX_HIDDEN as u32 };
                 assert_eq!(Shape::from_word(shape.word()), shape);
             }

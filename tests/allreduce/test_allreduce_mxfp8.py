@@ -159,3 +159,38 @@ def test_arguments_of_multicast() -> None:
         make("mnnvl-cutedsl", **sizes, top_k=8)
     with pytest.raises(TypeError, match="unexpected keyword argument 'topk'"):
         make("trtllm", **sizes, topk=None)
+
+
+def by_other_patterns(me: Rank) -> list[tuple[str, str]]:
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20
+    )
+    x = torch.ones(6, 64, dtype=torch.bfloat16)
+
+    def call(pattern: Pattern) -> Any:
+        quantised = {} if pattern is Pattern.kARResidualRMSNorm else {
+            "quant_out": torch.zeros(6, 64, dtype=torch.float8_e4m3fn),
+            "scale_out": torch.zeros(512, dtype=torch.uint8),
+        }  # fmt: skip
+        norm_out = None if pattern is PLAIN else torch.zeros_like(x)
+        return oxmoe.allreduce_fusion(
+            x, workspace, pattern, residual_in=x, residual_out=torch.zeros_like(x), norm_out=norm_out,
+            rms_gamma=torch.ones(64, dtype=torch.bfloat16), **quantised,
+        )  # fmt: skip
+
+    mixed = ((Pattern.kARResidualRMSNorm, PLAIN), (OUT, Pattern.kARResidualRMSNorm), (PLAIN, OUT))
+    results = [raised(lambda pair=pair: call(pair[me.rank])) for pair in mixed]
+    # The workspace is still good.
+    results.append((str(bool(call(OUT).float().any())), ""))
+    workspace.destroy()
+    return results
+
+
+def test_ranks_with_other_patterns_are_told(two: Crew) -> None:
+    for rank, (first, second, third, last) in enumerate(two.run(by_other_patterns)):
+        for kind, text in (first, second, third):
+            assert kind == "ValueError" and f"rank {rank}, call " in text and "disagree on the shape" in text, text
+        assert "rank 0: pattern kARResidualRMSNorm of bfloat16 [6, 64]" in first[1]
+        assert "rank 1: pattern kARResidualRMSNormMXFP8Quant of bfloat16 [6, 64]" in first[1]
+        assert "rank 0: pattern kARResidualRMSNormOutMXFP8Quant of" in second[1]
+        assert last[0] == "True"

@@ -81,6 +81,53 @@ def test_cute_dsl(name: str, place: tuple[str, torch.dtype], rng: torch.Generato
         assert not same_bits(hopper.cute_dsl_fused_moe_bf16(*operands, local_expert_offset=6, **given), expected)
 
 
+def test_ranks_of_other_sizes(rng: torch.Generator) -> None:
+    """A rank may hold any experts in a row: 6 of 12 from 3 on, and 6 of 7."""
+    made: Any = make_layer(PLAIN, torch.bfloat16, "cpu", rng)
+    x = make_x(9, PLAIN, torch.bfloat16, "cpu", rng)
+    weights = oxmoe.ExpertWeights.bf16(made.w13, made.w2, layout="up_gate")
+    w1 = interleave_w13_halves(made.w13, 32)
+    for experts, offset in ((12, 3), (7, 0), (7, 1)):
+        gates, ids = make_routing("uniform", 9, experts, 2, rng)
+        ids[2, 0] = -1
+        local = torch.where((ids >= offset) & (ids < offset + 6), ids - offset, -1)
+        expected = oxmoe.moe(x, weights, gates, local)
+        result = hopper.cute_dsl_fused_moe_bf16(x, ids.int(), gates, w1, made.w2, experts, 2, 6, offset)
+        assert bool(result.any()) and same_bits(result, expected)
+    with pytest.raises(ValueError, match="topk_ids"):
+        hopper.cute_dsl_fused_moe_bf16(x, ids.int() + 40, gates, w1, made.w2, 12, 2, 6, 3)
+
+
+def test_bf16_wrapper(place: tuple[str, torch.dtype], rng: torch.Generator) -> None:
+    device, dtype = place
+    made: Any = make_layer(PLAIN, dtype, device, rng)
+    for name, options in (("Swiglu", {"swiglu_alpha": 1.5, "swiglu_beta": 0.5, "swiglu_limit": 3.0}), ("Relu2", {})):
+        gated = name == "Swiglu"
+        w13 = made.w13 if gated else made.w13[:, : PLAIN.intermediate].contiguous()
+        w1 = interleave_w13_halves(w13, 32) if gated else w13
+        kind = SimpleNamespace(name=name)
+        moe = oxmoe.CuteDslBf16MoEWrapper(
+            12, 2, PLAIN.hidden, PLAIN.intermediate, 6, 6, dtype, activation_type=kind, **options
+        )
+        for tokens in (0, 1, 9):
+            x = make_x(tokens, PLAIN, dtype, device, rng)
+            gates, ids = (part.to(device) for part in make_routing("uniform", tokens, 12, 2, rng))
+            expected = hopper.cute_dsl_fused_moe_bf16(
+                x, ids.int(), gates, w1, made.w2, 12, 2, 6, 6, activation_type=kind, **options
+            )
+            out = torch.full_like(x, torch.nan)
+            assert moe.run(x, ids.int(), gates, w1, made.w2, moe_output=out) is out and same_bits(out, expected)
+            assert same_bits(moe.run(x, ids.int(), gates, w1, made.w2, (128,)), expected)
+    with pytest.raises(ValueError, match=r"w2_weight: expected shape \(6, .*got"):
+        moe.run(x, ids.int(), gates, w1, made.w2[:5])
+    with pytest.raises(ValueError, match=r"x: expected dtype .* \(output_dtype\), got"):
+        moe.run(x.double(), ids.int(), gates, w1, made.w2)
+    with pytest.raises(NotImplementedError, match="activation_type: no kernel for 'Gelu'"):
+        oxmoe.CuteDslBf16MoEWrapper(12, 2, 64, 32, activation_type="Gelu")
+    with pytest.raises(ValueError, match="local_expert_offset: experts 9 to 15"):
+        oxmoe.CuteDslBf16MoEWrapper(12, 2, 64, 32, 6, 9)
+
+
 def test_cute_dsl_refuses(rng: torch.Generator) -> None:
     made: Any = make_layer(PLAIN, torch.bfloat16, "cpu", rng)
     x = make_x(3, PLAIN, torch.bfloat16, "cpu", rng)
@@ -91,7 +138,7 @@ def test_cute_dsl_refuses(rng: torch.Generator) -> None:
         (ValueError, "not with situ_beta", (6, 2), {"situ_beta": 1.0, "swiglu_alpha": 1.5}),
         (NotImplementedError, "activation_type: no kernel for 'Situ'", (6, 2), {"activation_type": 10}),
         (NotImplementedError, "activation_type: no kernel for 'Gelu'", (6, 2), {"activation_type": "Gelu"}),
-        (NotImplementedError, "local_expert_offset: no kernel for experts from 1 on", (12, 2, 6, 1), {}),
+        (ValueError, "local_expert_offset: experts 7 to 13 .* are not among num_experts 12", (12, 2, 6, 7), {}),
         (ValueError, 'w1_weight: dimension 0 "experts": expected 12, got 6', (12, 2), {}),
         (ValueError, 'token_selected_experts: dimension 1 "top_k": expected 3, got 2', (6, 3), {}),
     ):  # fmt: skip

@@ -219,9 +219,75 @@ def test_ranks(format: str, device: str, rng: torch.Generator) -> None:
         assert bool(result.any()) and same_bits(result, expected)
     with pytest.raises(ValueError, match=r"gemm1_weights: expected 4 experts \(local_num_experts\), got 8"):
         run(CALLS[format][1], format, topk_ids=(ids, gates), **hidden, **given, **sizes(local_num_experts=4))
-    with pytest.raises(NotImplementedError, match=r"no kernel for local_expert_offset 1 and local_num_experts 8 of 16"):
-        part = sizes(num_experts=16, local_expert_offset=1)
+    # Ranks that are no equal parts: experts 3 to 10 of 16, and 8 of 11.
+    logits = tie_free_logits(9, 16, rng).to(device)
+    for experts, offset in ((16, 3), (11, 3), (11, 0)):
+        part = sizes(num_experts=experts, local_expert_offset=offset)
+        some = ids.where(ids < experts, -1)
+        local = torch.where((some >= offset) & (some < offset + 8), some - offset, -1)
+        expected = oxmoe.moe(**own, **scale, weights=weights, topk_weights=gates, topk_ids=local)
+        result = run(CALLS[format][1], format, topk_ids=(some, gates), **hidden, **given, **part)
+        assert bool(result.any()) and same_bits(result, expected)
+        chosen, places = oxmoe.topk(logits[:, :experts].contiguous(), 3, scoring_func="softmax")
+        local = torch.where((places >= offset) & (places < offset + 8), places - offset, -1)
+        expected = oxmoe.moe(**own, **scale, weights=weights, topk_weights=chosen, topk_ids=local)
+        method = {"routing_logits": logits[:, :experts].contiguous(), "routing_method_type": 4}
+        result = run(CALLS[format][0], format, **method, **hidden, **given, **part)
+        assert bool(result.any()) and float((result - expected).float().norm()) < 1e-2 * float(expected.float().norm())
+    with pytest.raises(ValueError, match=r"local_expert_offset: experts 9 to 17 \(local_num_experts 8\) are not among"):
+        part = sizes(num_experts=16, local_expert_offset=9)
         run(CALLS[format][1], format, topk_ids=(ids, gates), **hidden, **given, **part)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 33])
+@pytest.mark.parametrize("format", FORMATS)
+def test_without_finalize(format: str, tokens: int, device: str, rng: torch.Generator) -> None:
+    """flashinfer's list of rows, weights and places gives the finished output when its parts are put together."""
+    _, given, _ = LAYERS[format](device, rng)
+    hidden, _ = tokens_of(format, tokens, device, rng)
+    logits = tie_free_logits(tokens, 16, rng).to(device)
+    gates, ids = routed(tokens, device, rng, 16)
+    if tokens:
+        # An expert that both ranks hold, none, and one that neither holds.
+        ids[0] = torch.tensor([9, -1, 2])
+    for rank, (experts, offset) in enumerate(((16, 8), (16, 3))):
+        part = sizes(num_experts=experts, local_expert_offset=offset, routed_scaling_factor=2.5)
+        method = {"routing_logits": logits, "routing_method_type": 2, "routing_bias": torch.zeros(16, device=device)}
+        for name, call, routing in (
+            ("logits", CALLS[format][0], method),
+            ("ids", CALLS[format][1], {"topk_ids": (ids, gates)}),
+        ):
+            arguments = {**routing, **hidden, **given, **part}
+            if format == "fp8":
+                arguments = {"use_routing_scales_on_input": False} | arguments
+            if call is not oxmoe.trtllm_bf16_routed_moe:
+                arguments = {"routing_bias": None} | arguments
+            finished = run(call, format, **arguments)
+            rows, factors, places = call(**arguments, do_finalize=False)
+            assert rows.shape == (tokens * 3, 256) and places.shape == (tokens * 3,) and places.dtype == torch.int32
+            assert factors.shape == (tokens, 3) and rows.dtype == torch.bfloat16
+            assert factors.dtype == (torch.bfloat16 if name == "logits" else torch.float32)
+            absent = places.long() < 0
+            taken = rows[places.long().clamp(min=0)].double() if tokens else rows.double()
+            taken = taken.masked_fill(absent[:, None], 0).view(tokens, 3, 256) * factors.double()[..., None]
+            total = taken.sum(1)
+            assert bool(absent.any()) or tokens == 0 or name == "logits"
+            assert tokens == 0 or name == "logits" or bool(finished[0].any())
+            # The weights of the finished sum are not rounded to bf16.
+            error = (total - finished.double()).norm()
+            assert error <= 6e-3 * finished.double().norm(), (name, rank, error)
+            made = call(**arguments, do_finalize=False, weights=CALLS[format][2](**prepared(format, given)))
+            assert all(same_bits(a, b) for a, b in zip(made, (rows, factors, places), strict=True))
+    with pytest.raises(ValueError, match="output: not with do_finalize=False"):
+        call(**arguments, do_finalize=False, output=finished)
+    if format == "fp8":
+        with pytest.raises(NotImplementedError, match="use_routing_scales_on_input: no kernel for it with do_finalize"):
+            call(**arguments | {"use_routing_scales_on_input": True}, do_finalize=False)
+
+
+def prepared(format: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of `prepare_...` among those of the call."""
+    return {name: value for name, value in given.items() if not name.startswith("hidden_states")}
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -425,7 +491,7 @@ def test_workspace_size() -> None:
         (NotImplementedError, "quant_mode: no kernel for 'mxfp4_mxfp8'; served are", {"quant_mode": "mxfp4_mxfp8"}),
         (NotImplementedError, "no kernel for num_fused_shared_experts", {"num_fused_shared_experts": 1}),
         (NotImplementedError, "no kernel for use_per_token_scale", {"use_per_token_scale": True}),
-        (NotImplementedError, "no kernel for valid_hidden_size", {"valid_hidden_size": 128}),
+        (ValueError, "valid_intermediate_size: expected 1 to 128 .*, got 0", {"valid_intermediate_size": 0}),
         (ValueError, "local_num_experts: expected at most num_experts 8, got 9", {"local_num_experts": 9}),
         (ValueError, "local_num_experts: expected 1 or more, got 0", {"local_num_experts": 0}),
     ]
@@ -443,8 +509,6 @@ def test_refusals(rng: torch.Generator) -> None:
         hidden, _ = tokens_of(format, 5, "cpu", rng)
         call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
         by_ids = CALLS[format][1]
-        with pytest.raises(NotImplementedError, match=f"{by_ids.__name__}: no kernel for do_finalize=False"):
-            run(by_ids, format, **call, do_finalize=False)
         with pytest.raises(NotImplementedError, match="activation_type: no kernel for 'Relu'"):
             run(by_ids, format, **call | {"activation_type": SimpleNamespace(name="Relu")})
         with pytest.raises(ValueError, match="weights: expected ExpertWeights, got str"):
@@ -464,7 +528,7 @@ def test_refusals(rng: torch.Generator) -> None:
         (NotImplementedError, "no kernel for gemm1_lora_delta", {"gemm1_lora_delta": torch.ones(5)}),
         (NotImplementedError, "no kernel for num_fused_shared_experts", {"num_fused_shared_experts": 1}),
         (NotImplementedError, "no kernel for hidden_states_scale_layout 0", {"hidden_states_scale_layout": 0}),
-        (NotImplementedError, "no kernel for valid_hidden_size", {"valid_hidden_size": 128}),
+        (ValueError, "valid_hidden_size: expected 1 to 256 .*, got 257", {"valid_hidden_size": 257}),
         (ValueError, "output2_scale_scalar: needed with NVFP4 weights", {"output2_scale_scalar": None}),
         (ValueError, r"output1_scale_scalar: expected 8 numbers", {"output1_scale_scalar": torch.ones(3)}),
         (ValueError, r"hidden_states_scale: expected e4m3 of shape \[5, 16\], got None", {"hidden_states_scale": None}),

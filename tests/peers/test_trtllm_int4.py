@@ -272,10 +272,9 @@ def test_refusals(rng: torch.Generator) -> None:
     call: dict[str, Any] = {"ids": (ids, gates), "x": x, **given, **sizes()}
     name = "trtllm_mxint4_block_scale_routed_moe"
     for error, words, changed in (
-        (NotImplementedError, f"{name}: no kernel for do_finalize=False", {"do_finalize": False}),
         (NotImplementedError, f"{name}: no kernel for gemm1_lora_delta", {"gemm1_lora_delta": torch.ones(5)}),
-        (NotImplementedError, f"{name}: no kernel for valid_hidden_size", {"valid_hidden_size": 128}),
-        (NotImplementedError, f"{name}: no kernel for .*valid_intermediate_size", {"valid_intermediate_size": 128}),
+        (ValueError, r"valid_hidden_size: expected 1 to 256 \(the padded size\), got 257", {"valid_hidden_size": 257}),
+        (ValueError, "valid_intermediate_size: expected 1 to 512 .*, got 0", {"valid_intermediate_size": 0}),
         (NotImplementedError, f"{name}: no kernel for hidden_states of float16; served is bfloat16", {"x": x.half()}),
         (ValueError, r"gemm1_weights: expected uint8 \[experts, K / 256, rows, 128\] .*, got uint8 \[8, 1024, 120\]",
          {"gemm1_weights": made.w13[..., :120]}),
@@ -296,6 +295,4 @@ def test_refusals(rng: torch.Generator) -> None:
         with pytest.raises(error, match=words):
             by_ids(**call | changed)
     call = {"routing_logits": logits, "routing_bias": None, "hidden_states": x, **given, **sizes()}
-    with pytest.raises(NotImplementedError, match="trtllm_mxint4_block_scale_moe: no kernel for do_finalize=False"):
-        oxmoe.trtllm_mxint4_block_scale_moe(**call, do_finalize=False)
     assert oxmoe.trtllm_mxint4_block_scale_moe(**call, valid_hidden_size=256, valid_intermediate_size=512)[0].any()

@@ -327,16 +327,10 @@ def test_signatures() -> None:
     [
         ({"fp8_quantization_type": 4}, "no kernel for fp8_quantization_type 4; served: fp8_quantization_type DeepSeek"),
         ({"activation_type": 4}, "no kernel for activation_type 4"),
-        ({"do_finalize": False}, "no kernel for do_finalize=False"),
         ({"num_fused_shared_experts": 1}, "no kernel for num_fused_shared_experts"),
-        ({"valid_hidden_size": 200}, "no kernel for valid_hidden_size, valid_intermediate_size"),
+        ({"valid_hidden_size": 200}, "no kernel for valid_hidden_size, valid_intermediate_size with DeepSeekFp8"),
         ({"routing_method_type": Method.Unspecified}, "routing_method_type: no kernel for .*; served are Default"),
         ({"weight_layout": 1, "use_shuffled_weight": True}, "weight_layout: no kernel for 1; served are MajorK"),
-        ({"local_num_experts": 12}, "no kernel for local_expert_offset 0 and local_num_experts 12 of 16"),
-        (
-            {"local_expert_offset": 4, "local_num_experts": 8},
-            "no kernel for local_expert_offset 4 and local_num_experts 8 of 16",
-        ),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -383,10 +377,8 @@ def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
     for name in sizes:
         with pytest.raises(NotImplementedError, match="trtllm_fp8_block_scale_routed_moe: no kernel for valid_hidden"):
             run(**given, **{**sizes, name: 64})
-    with pytest.raises(
-        NotImplementedError, match="do_finalize=False, valid_hidden_size, valid_intermediate_size; serv"
-    ):
-        run(**{**given, "do_finalize": False}, valid_hidden_size=64)
+    with pytest.raises(ValueError, match=r"valid_hidden_size: expected 1 to \d+ \(the padded size\), got 9999"):
+        run(**given, valid_hidden_size=9999)
     logits = tie_free_logits(5, SHAPE.experts, rng)
     plain = oxmoe.trtllm_fp8_block_scale_moe(logits, **given)
     assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **sizes), plain)

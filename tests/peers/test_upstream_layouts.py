@@ -1,5 +1,5 @@
 """The layouts that tests/upstream makes for flashinfer's own tests: against loops over rows and bytes, against
-flashinfer's functions, and against what oxmoe undoes."""
+flashinfer's functions, and against what oxmoe undoes. Padded weights are flashinfer's, too."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import oxmoe
+from cases import Shape
 from flashinfer_source import root, take
+from mxfp4_cases import make_blocks
+from mxfp8_cases import make_mxfp8
+from nvfp4_cases import make as make_nvfp4
 from oxmoe import nvfp4
 from oxmoe.peers import flashinfer_trtllm_layouts as own
+from oxmoe.testing import same_bits
 from trtllm_layouts import blocked, interleave, shuffle
 
 FILE = Path(__file__).parents[1] / "upstream" / "stand_in" / "flashinfer_layouts.py"
@@ -75,3 +81,27 @@ def test_as_flashinfers(layouts: ModuleType, epilogue_tile_m: int, rng: torch.Ge
     weights = drawn(rng)
     rows = theirs["get_shuffle_matrix_a_row_indices"](weights, epilogue_tile_m)
     assert torch.equal(layouts.shuffle_matrix_a(weights, epilogue_tile_m), weights[rows])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_flashinfers_padding(gated: bool, rng: torch.Generator) -> None:
+    """flashinfer's own function gives the same bytes."""
+    file = root() / "fused_moe" / "core.py"
+    if "def pad_trtllm_moe_weights" not in file.read_text():
+        pytest.skip("this release has no pad_trtllm_moe_weights")
+    given: dict[str, Any] = {"torch": torch, "TrtllmMoePaddedWeights": oxmoe.TrtllmMoePaddedWeights}
+    names = {"_TRTLLM_MOE_PAD_HIDDEN_ALIGNMENT", "_TRTLLM_MOE_PAD_INTERMEDIATE_ALIGNMENT", "_round_up", "_pad_bytes"}
+    names |= {"_TRTLLM_MOE_OUTPUT_HIDDEN_ALIGNMENT", "pad_trtllm_moe_weights"}
+    take(file, names, given)
+    shape = Shape("padded", 6, 3, 160, 96).with_options(**({} if gated else {"activation": "relu2"}))
+    for made in (
+        make_mxfp8(shape, "cpu", rng),
+        make_nvfp4(shape, rng, a4=True),
+        make_blocks(shape, "bf16", "cpu", rng),
+    ):
+        parts: Any = (made.w13, made.w13_scale, made.w2, made.w2_scale)
+        for alignments in ({}, {"hidden_alignment": 256, "intermediate_alignment": 256}):
+            theirs = given["pad_trtllm_moe_weights"](*parts, 160, 96, is_gated_act=gated, **alignments)
+            ours = oxmoe.pad_trtllm_moe_weights(*parts, 160, 96, is_gated_act=gated, **alignments)
+            assert tuple(theirs)[4:] == tuple(ours)[4:]
+            assert all(same_bits(a, b) for a, b in zip(tuple(theirs)[:4], tuple(ours)[:4], strict=True))

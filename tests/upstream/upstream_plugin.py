@@ -19,6 +19,7 @@ ON_EVERY_DEVICE = (
     *("tests/moe/test_trtllm_gen_routed_fused_moe.py*", "tests/moe/test_trtllm_gen_fused_moe*"),
     *("tests/moe/test_cute_dsl_fused_moe.py*", "tests/moe/test_trtllm_cutlass_fused_moe.py::test_moe_nvfp4*"),
     "tests/moe/test_trtllm_cutlass_fused_moe.py::test_moe_mxfp8_mxfp8*",
+    "tests/gemm/test_unified_gemm_fuzz.py*",
 )
 
 
@@ -117,9 +118,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 break
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    anywhere = any(matches(pattern, item.nodeid) for pattern in ON_EVERY_DEVICE)
+def _tell(name: str) -> None:
+    anywhere = any(matches(pattern, name) for pattern in ON_EVERY_DEVICE)
     served.capability = (10, 0) if anywhere else torch.cuda.get_device_capability()
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    # A test file may ask for the capability as it is imported.
+    if isinstance(collector, pytest.Module):
+        _tell(collector.nodeid)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    _tell(item.nodeid)
 
 
 class Results:

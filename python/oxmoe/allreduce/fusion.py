@@ -189,7 +189,7 @@ def allreduce_fusion(
     elif pattern in _OF_MXFP8:
         mxfp8 = _Mxfp8(pattern, input, norm_out, quant_out, scale_out, layout_code)
         check, norm_out = mxfp8.check, mxfp8.norm
-        pattern, quant_out, scale_out, layout_code = AllReduceFusionPattern.kARResidualRMSNorm, None, None, None
+        quant_out, scale_out, layout_code = None, None, None
     if pattern == AllReduceFusionPattern.kAllReduce and output is None:
         output = _empty_like(input)
     if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:

@@ -11,6 +11,7 @@ from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
 from oxmoe.operands import check_tensor
+from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
 
@@ -129,8 +130,8 @@ def cute_dsl_fused_moe_bf16(
     w1_weight is [El, 2I, H], with 32 rows of up and the 32 rows of gate that belong to them in turn
     (interleave_up_gate_sm90); with Relu2 it is [El, I, H]. w2_weight is [El, H, I]. The first call with w1_weight
     puts its rows in order and keeps that second copy while w1_weight lives (`oxmoe.peers.flashinfer_hopper.cache`).
-    A first call cannot be captured in a CUDA graph. This rank, one of num_experts / El, holds the experts
-    local_expert_offset to local_expert_offset + num_local_experts.
+    A first call cannot be captured in a CUDA graph. This rank holds the experts local_expert_offset to
+    local_expert_offset + num_local_experts.
 
     The call is deterministic whatever use_fused_finalize says. enable_pdl, intermediate_buffer and tactic have no
     meaning. situ_beta selects SiTU, with activation_type Swiglu as in flashinfer; situ_linear_beta bounds up, which is
@@ -143,11 +144,7 @@ def cute_dsl_fused_moe_bf16(
     for operand, tensor in (("x", x), ("w1_weight", w1_weight), ("w2_weight", w2_weight)):
         check_tensor(operand, tensor)
     local = num_experts if num_local_experts is None else num_local_experts
-    if local < 1 or num_experts % local or local_expert_offset % local or not 0 <= local_expert_offset < num_experts:
-        raise NotImplementedError(
-            f"local_expert_offset: no kernel for experts from {local_expert_offset} on with {local} of {num_experts}; "
-            "served are ranks with as many experts each"
-        )
+    check_part(num_experts, local_expert_offset, local, "num_local_experts")
     if w1_weight.shape[0] != local:
         raise ValueError(f'w1_weight: dimension 0 "experts": expected {local}, got {w1_weight.shape[0]}')
     if token_selected_experts.shape[-1] != top_k:
@@ -163,9 +160,97 @@ def cute_dsl_fused_moe_bf16(
         if swiglu_limit < FP32_MAX:
             options["limit"] = swiglu_limit
     w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
-    ranks = {"ep_size": num_experts // local, "ep_rank": local_expert_offset // local}
-    operands = (x, w13, w2_weight, token_final_scales, token_selected_experts)
+    check_tensor("token_selected_experts", token_selected_experts)
+    ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
+    operands = (x, w13, w2_weight, token_final_scales, ids)
     return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
+
+
+class CuteDslBf16MoEWrapper:
+    """flashinfer's class (0.7.2 and 0.7.4): `cute_dsl_fused_moe_bf16` with its numbers kept. enable_pdl and
+    use_fused_finalize have no meaning."""
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        num_local_experts: int | None = None,
+        local_expert_offset: int = 0,
+        output_dtype: Any = None,
+        enable_pdl: bool = True,
+        use_fused_finalize: bool = True,
+        activation_type: Any = SWIGLU,
+        swiglu_alpha: float = 1.0,
+        swiglu_beta: float = 0.0,
+        swiglu_limit: float = FP32_MAX,
+        situ_beta: float | None = None,
+        situ_linear_beta: float | None = None,
+    ) -> None:
+        """output_dtype: bf16 (the default) or f16, also of x and the weights."""
+        import torch
+
+        local = num_experts if num_local_experts is None else num_local_experts
+        check_part(num_experts, local_expert_offset, local, "num_local_experts")
+        name = activation_of(activation_type)
+        if name not in _ACTIVATIONS:
+            raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
+        situ_options(name, situ_beta, situ_linear_beta, (swiglu_alpha, swiglu_beta, swiglu_limit))
+        self.num_experts, self.top_k = num_experts, top_k
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.num_local_experts, self.local_expert_offset = local, local_expert_offset
+        self.output_dtype = torch.bfloat16 if output_dtype is None else output_dtype
+        self.enable_pdl, self.use_fused_finalize = enable_pdl, use_fused_finalize
+        self.activation_type = activation_type
+        self.swiglu_alpha, self.swiglu_beta, self.swiglu_limit = swiglu_alpha, swiglu_beta, swiglu_limit
+        self.situ_beta, self.situ_linear_beta = situ_beta, situ_linear_beta
+
+    def run(
+        self,
+        x: Tensor,
+        token_selected_experts: Tensor,
+        token_final_scales: Tensor,
+        w1_weight: Tensor,
+        w2_weight: Tensor,
+        tactic: Any = None,
+        moe_output: Tensor | None = None,
+        intermediate_buffer: Tensor | None = None,
+    ) -> Tensor:
+        """flashinfer's method. w1_weight and w2_weight are as in `cute_dsl_fused_moe_bf16`, and must have the sizes of
+        this object."""
+        check_tensor("x", x, "T", "hidden")
+        if x.dtype != self.output_dtype:
+            raise ValueError(f"x: expected dtype {self.output_dtype} (output_dtype), got {x.dtype}")
+        rows = self.intermediate_size * (2 if _ACTIVATIONS[activation_of(self.activation_type)][1] else 1)
+        shapes = {
+            "w1_weight": (w1_weight, (self.num_local_experts, rows, self.hidden_size)),
+            "w2_weight": (w2_weight, (self.num_local_experts, self.hidden_size, self.intermediate_size)),
+        }
+        for name, (weights, shape) in shapes.items():
+            check_tensor(name, weights)
+            if tuple(weights.shape) != shape:
+                raise ValueError(f"{name}: expected shape {shape}, got {tuple(weights.shape)}")
+        return cute_dsl_fused_moe_bf16(
+            x,
+            token_selected_experts,
+            token_final_scales,
+            w1_weight,
+            w2_weight,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            num_local_experts=self.num_local_experts,
+            local_expert_offset=self.local_expert_offset,
+            moe_output=moe_output,
+            activation_type=self.activation_type,
+            swiglu_alpha=self.swiglu_alpha,
+            swiglu_beta=self.swiglu_beta,
+            swiglu_limit=self.swiglu_limit,
+            situ_beta=self.situ_beta,
+            situ_linear_beta=self.situ_linear_beta,
+            intermediate_buffer=intermediate_buffer,
+            tactic=tactic,
+        )
 
 
 def _in_order(w1_weight: Tensor) -> Any:

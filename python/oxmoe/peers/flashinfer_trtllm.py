@@ -19,17 +19,19 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
     plain_biases,
     plain_mxfp8,
     unshuffled,
+    valid_sizes,
+    without_padding,
 )
 from oxmoe.peers.flashinfer_trtllm_routing import (
     by_ids,
     by_logits,
     check_experts,
-    chosen_per_token,
-    local_experts,
+    finalized,
+    of_local_experts,
     routing_options,
+    run,
 )
 from oxmoe.peers.kept import Cache, number
-from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -59,6 +61,8 @@ def prepare_trtllm_fp8_block_scale_moe(
     gemm1_bias: Tensor | None = None,
     gemm2_bias: Tensor | None = None,
     activation_type: Any = SWIGLU,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
 ) -> ExpertWeights:
     """ExpertWeights of what `trtllm_fp8_block_scale_moe` takes: made once, at load.
 
@@ -71,7 +75,8 @@ def prepare_trtllm_fp8_block_scale_moe(
     shuffle_matrix_a with epilogue_tile_m 64. MxFp8: scales uint8 (E8M0) [El, 2I, H / 32] and [El, H, I / 32]; with
     use_shuffled_weight, which flashinfer demands there, rows of w13 alternate (reorder_rows_for_gated_act_gemm), then
     shuffle_matrix_a with 128, and scales go through the same and block_scale_interleave. On CUDA MxFp8 weights are
-    packed: a copy.
+    packed: a copy. valid_hidden_size and valid_intermediate_size: of MxFp8 weights that `pad_trtllm_moe_weights` has
+    padded, whose padding is dropped.
     """
     (w13, w13_scale), (w2, w2_scale) = (gemm1_weights, gemm1_weights_scale), (gemm2_weights, gemm2_weights_scale)
     b13, b2 = gemm1_bias, gemm2_bias
@@ -92,6 +97,11 @@ def prepare_trtllm_fp8_block_scale_moe(
         b2 = plain_biases(b2, of_shuffle)
         if not (use_shuffled_weight and mxfp8):
             w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
+    if mxfp8:
+        sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, w13.shape[-1], w2.shape[-1])
+        (w13, w13_scale, b13), (w2, w2_scale, b2) = without_padding(
+            (w13, w13_scale, b13), (w2, w2_scale, b2), (1, 32, 1), sizes, gated=options["gated"]
+        )
     make = ExpertWeights.mxfp8 if mxfp8 else ExpertWeights.fp8_block
     return make(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
 
@@ -132,7 +142,15 @@ def _refuse(function: str, unserved: dict[str, bool]) -> None:
         given = ", ".join(name for name, used in unserved.items() if used)
         raise NotImplementedError(
             f"{function}: no kernel for {given}; served: fp8_quantization_type DeepSeekFp8 and MxFp8, activation_type "
-            f"{_SERVED}, do_finalize"
+            f"{_SERVED}"
+        )
+
+
+def _check_mxfp8_scale(scale: Tensor, tokens: int, hidden: int) -> None:
+    if scale.element_size() != 1 or scale.numel() * 32 != tokens * hidden:
+        raise ValueError(
+            f"hidden_states_scale: expected uint8 of shape [{tokens}, {hidden // 32}], got "
+            f"{str(scale.dtype).rpartition('.')[2]} {list(scale.shape)}"
         )
 
 
@@ -147,11 +165,7 @@ def _tokens(
     if scale is None:
         return hidden_states, None
     if quantization == MXFP8:
-        if scale.element_size() != 1 or scale.numel() * 32 != tokens * hidden:
-            raise ValueError(
-                f"hidden_states_scale: expected uint8 of shape [{tokens}, {hidden // 32}], got "
-                f"{str(scale.dtype).rpartition('.')[2]} {list(scale.shape)}"
-            )
+        _check_mxfp8_scale(scale, tokens, hidden)
         import torch
 
         # The conversion is exact: these numbers do not change when they are rounded to MXFP8 once more.
@@ -177,39 +191,40 @@ def _run(
     weight_layout: Any,
     fp8_quantization_type: Any,
     activation_type: Any,
-    do_finalize: bool,
     output: Tensor | None,
     activation: tuple[Tensor | None, Tensor | None, Tensor | None],
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    valid_sizes: tuple[int | None, int | None] = (None, None),
+    padded: tuple[int | None, int | None] = (None, None),
     unserved: dict[str, bool],
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
-) -> Tensor:
+) -> Any:
     """Runs the layer. `routing` has the options of `moe` that route its tokens."""
     check_tensor("hidden_states", hidden_states, "T", "H")
     if weights is not None and not isinstance(weights, ExpertWeights):
         raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
     quantization = int(fp8_quantization_type)
-    sizes = hidden_states.shape[1], intermediate_size
+    sizes = valid_sizes(*padded, hidden_states.shape[1], intermediate_size)
     _refuse(
         function,
         {
             f"fp8_quantization_type {quantization}": quantization not in (DEEPSEEK_FP8, MXFP8),
             f"activation_type {activation_type!r}": not _known(activation_type, mxfp8=quantization == MXFP8),
-            "do_finalize=False": not do_finalize,
-            "valid_hidden_size, valid_intermediate_size": any(
-                valid not in (None, size) for valid, size in zip(valid_sizes, sizes, strict=True)
-            ),
+            "valid_hidden_size, valid_intermediate_size with DeepSeekFp8": sizes is not None and quantization != MXFP8,
             **unserved,
         },
     )
-    routing |= local_experts(function, num_experts, local_expert_offset, local_num_experts)
+    routing = of_local_experts(routing, num_experts, local_expert_offset, local_num_experts)
+    if sizes is not None:
+        if hidden_states_scale is not None:
+            _check_mxfp8_scale(hidden_states_scale, *hidden_states.shape)
+            blocks = hidden_states_scale.reshape(hidden_states.shape[0], hidden_states.shape[1] // 32)
+            hidden_states_scale = blocks[:, : -(-sizes[0] // 32)].contiguous()
+        hidden_states = hidden_states[:, : sizes[0]].contiguous()
     if weights is not None:
         check_experts("weights", weights.num_experts, local_num_experts)
         x, x_scale = _tokens(hidden_states, hidden_states_scale, weights, quantization)
-        workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
-        return with_workspace(moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=output)
+        return run(moe, x, weights, routing, x_scale=x_scale, out=output, workspace_buffer=workspace_buffer)
     for name, gemm in zip(_GEMMS, gemms, strict=True):
         check_tensor(name, gemm)
     if gemms[0].ndim:
@@ -219,7 +234,13 @@ def _run(
     form |= {"weight_layout": int(weight_layout), "activation": activation_of(activation_type)}
     operands = hidden_states, hidden_states_scale, *gemms
     if tracing():
+        if sizes is not None or "unfinalized" in routing:
+            raise NotImplementedError(
+                f"{function}: under torch.compile do_finalize=False and sizes of padded weights need weights="
+            )
         return _traced_layer(*operands, **form, **of_experts, **routing, out=output)
+    if sizes is not None:
+        form["sizes"] = sizes
     return layer(*operands, **form, **of_experts, **routing, out=output, workspace_buffer=workspace_buffer)
 
 
@@ -240,16 +261,18 @@ def layer(
     b13: Tensor | None = None,
     b2: Tensor | None = None,
     activation: str = "Swiglu",
+    sizes: tuple[int, int] | None = None,
     out: Tensor | None = None,
     workspace_buffer: Tensor | None = None,
     **routing: Any,
-) -> Tensor:
-    """Runs the layer on flashinfer's tensors, past the operators. `routing` has options of `moe`."""
+) -> Any:
+    """Runs the layer on flashinfer's tensors, past the operators. `routing` has options of `moe`, and sizes those of
+    weights without their padding."""
     gemms = w13, w13_scale, w2, w2_scale
-    weights = _weights(gemms, quantization, shuffled, weight_layout, activation, (alpha, beta, limit), (b13, b2))
+    form = quantization, shuffled, weight_layout, activation
+    weights = _weights(gemms, *form, (alpha, beta, limit), (b13, b2), sizes)
     x, x_scale = _tokens(x, x_scale, weights, quantization)
-    workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
-    return with_workspace(_oxmoe.moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=out)
+    return run(_oxmoe.moe, x, weights, routing, x_scale=x_scale, out=out, workspace_buffer=workspace_buffer)
 
 
 def _traced_layer(*operands: Any, out: Tensor | None = None, **options: Any) -> Tensor:
@@ -271,8 +294,9 @@ def _weights(
     activation: str,
     numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     biases: tuple[Tensor | None, Tensor | None],
+    sizes: tuple[int, int] | None,
 ) -> ExpertWeights:
-    plain = not shuffled and layout == MAJOR_K
+    plain = not shuffled and layout == MAJOR_K and sizes is None
     if plain and (quantization != MXFP8 or not gemms[0].is_cuda):
         # These weights are described at every call: a cache would keep the caller's weights alive.
         of_experts = _activation(activation, quantization == MXFP8, *numbers, read=lambda tensor: tensor)
@@ -284,6 +308,8 @@ def _weights(
     options: dict[str, Any] = dict(zip(names, others, strict=True))
     form: dict[str, Any] = {"use_shuffled_weight": shuffled, "weight_layout": layout}
     form |= {"fp8_quantization_type": quantization, "activation_type": activation}
+    if sizes is not None:
+        form |= {"valid_hidden_size": sizes[0], "valid_intermediate_size": sizes[1]}
     return cache.get(
         gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form, **options)
     )
@@ -328,7 +354,7 @@ def trtllm_fp8_block_scale_moe(
     gemm2_bias: Tensor | None = None,
     workspace_buffer: Tensor | None = None,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call: bf16 [T, H]. What follows fp8_quantization_type is by keyword: 0.7 put a parameter there.
 
     routing_logits fp32, bf16 or f16 [T, num_experts], routed as `routing_options` says; weights are not rounded to
@@ -356,7 +382,7 @@ def trtllm_fp8_block_scale_moe(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    routing = by_logits(routing_logits, routing_replay_out, routing)
+    routing = finalized(by_logits(routing_logits, routing_replay_out, routing), do_finalize)
     return _run(
         "trtllm_fp8_block_scale_moe",
         routing,
@@ -371,11 +397,10 @@ def trtllm_fp8_block_scale_moe(
         weight_layout=weight_layout,
         fp8_quantization_type=fp8_quantization_type,
         activation_type=activation_type,
-        do_finalize=do_finalize,
         output=output,
         activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
         biases=(gemm1_bias, gemm2_bias),
-        valid_sizes=(valid_hidden_size, valid_intermediate_size),
+        padded=(valid_hidden_size, valid_intermediate_size),
         unserved={"num_fused_shared_experts": bool(num_fused_shared_experts)},
         workspace_buffer=workspace_buffer,
         weights=weights,
@@ -417,7 +442,7 @@ def trtllm_fp8_block_scale_routed_moe(
     valid_intermediate_size: int | None = None,
     workspace_buffer: Tensor | None = None,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call with experts that were chosen before: bf16 [T, H]. What follows enable_pdl is by keyword.
 
     topk_ids int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair: ids int32 and weights bf16 or fp32 [T, top_k];
@@ -426,7 +451,7 @@ def trtllm_fp8_block_scale_routed_moe(
     """
     return _run(
         "trtllm_fp8_block_scale_routed_moe",
-        by_ids(topk_ids, top_k),
+        finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False),
         hidden_states,
         hidden_states_scale,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
@@ -438,10 +463,9 @@ def trtllm_fp8_block_scale_routed_moe(
         weight_layout=weight_layout,
         fp8_quantization_type=fp8_quantization_type,
         activation_type=activation_type,
-        do_finalize=do_finalize,
         output=output,
         activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        valid_sizes=(valid_hidden_size, valid_intermediate_size),
+        padded=(valid_hidden_size, valid_intermediate_size),
         unserved={"gemm1_lora_delta": gemm1_lora_delta is not None},
         workspace_buffer=workspace_buffer,
         weights=weights,

@@ -25,12 +25,12 @@ from oxmoe.peers.flashinfer_trtllm_routing import (
     by_ids,
     by_logits,
     check_experts,
-    chosen_per_token,
-    local_experts,
+    finalized,
+    of_local_experts,
     routing_options,
+    run,
 )
 from oxmoe.peers.kept import Cache, number
-from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def layer(
     output: Tensor | None,
     workspace_buffer: Tensor | None = None,
     copies: bool = True,
-) -> Tensor:
+) -> Any:
     """Runs the layer of weights that were prepared, or that `make` makes of `owners` and `options`.
 
     experts: num_experts, local_expert_offset, local_num_experts. refused: name of each argument that is not served ->
@@ -94,7 +94,7 @@ def layer(
         raise NotImplementedError(f"{function}: no kernel for {given}")
     if weights is not None and not isinstance(weights, ExpertWeights):
         raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
-    routing = routing | local_experts(function, *experts)
+    routing = of_local_experts(routing, *experts)
     if weights is not None:
         check_experts("weights", weights.num_experts, experts[2])
     else:
@@ -109,8 +109,7 @@ def layer(
             weights = cache.get(owners, tuple(tensors.values()), key, lambda: make(*owners, **options))
         else:
             weights = make(*owners, **options)
-    workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
-    return with_workspace(moe, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=output)
+    return run(moe, x, weights, routing, x_scale=x_scale, out=output, workspace_buffer=workspace_buffer)
 
 
 def three_dimensions(**weights: Tensor) -> None:
@@ -118,10 +117,6 @@ def three_dimensions(**weights: Tensor) -> None:
         check_tensor(name, tensor)
         if tensor.dim() != 3:
             raise ValueError(f"{name}: expected 3 dimensions [experts, rows, K], got shape {list(tensor.shape)}")
-
-
-def not_finalized(do_finalize: bool) -> dict[str, bool]:
-    return {"do_finalize=False": not do_finalize}
 
 
 # ---- bf16
@@ -192,7 +187,7 @@ def trtllm_bf16_moe(
     workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call: bf16 [T, H].
 
     routing_logits [T, num_experts] are routed as `trtllm_fp8_block_scale_moe` does it. Weights are those of
@@ -209,9 +204,9 @@ def trtllm_bf16_moe(
         routing_method_type, norm_topk_prob,
     )  # fmt: skip
     return _bf16(
-        "trtllm_bf16_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
+        "trtllm_bf16_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), not_finalized(do_finalize), output, workspace_buffer, weights,
+        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -244,18 +239,19 @@ def trtllm_bf16_routed_moe(
     workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call with experts that were chosen before: bf16 [T, H].
 
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_bf16_moe`.
     """
-    refused = not_finalized(do_finalize) | {
+    refused = {
         "gemm1_lora_delta": gemm1_lora_delta is not None,
         "routing_replay_out": routing_replay_out is not None,
     }
+    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
     return _bf16(
-        "trtllm_bf16_routed_moe", by_ids(topk_ids, top_k), hidden_states, gemm1_weights, gemm2_weights,
+        "trtllm_bf16_routed_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
         (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights,
     )  # fmt: skip
@@ -276,7 +272,7 @@ def _bf16(
     output: Tensor | None,
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
-) -> Tensor:
+) -> Any:
     options = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
     form = {"use_shuffled_weight": bool(use_shuffled_weight), "weight_layout": int(weight_layout)}
     form["activation_type"] = activation_of(activation_type)
@@ -393,7 +389,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call: bf16 [T, H] of hidden_states float8_e4m3fn [T, H].
 
     use_routing_scales_on_input: weights of experts multiply GEMM1's sums instead of the outputs. Weights and scales
@@ -404,11 +400,10 @@ def trtllm_fp8_per_tensor_scale_moe(
         routing_method_type, norm_topk_prob,
     )  # fmt: skip
     return _per_tensor(
-        "trtllm_fp8_per_tensor_scale_moe", routing, hidden_states, gemm1_weights, output1_scales_scalar,
-        output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
-        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
-        not_finalized(do_finalize),
-        activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
+        "trtllm_fp8_per_tensor_scale_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights,
+        output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
+        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, {}, activation_type,
+        gemm1_clamp_limit, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -441,18 +436,19 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     workspace_buffer: Tensor | None = None,
     *,
     weights: ExpertWeights | None = None,
-) -> Tensor:
+) -> Tensor | list[Tensor]:
     """flashinfer's call with experts that were chosen before: bf16 [T, H].
 
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_fp8_per_tensor_scale_moe`.
     """
     refused = {"routing_replay_out": routing_replay_out is not None}
+    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
     return _per_tensor(
-        "trtllm_fp8_per_tensor_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states, gemm1_weights,
+        "trtllm_fp8_per_tensor_scale_routed_moe", routing, hidden_states, gemm1_weights,
         output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
         (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
-        not_finalized(do_finalize) | refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
+        refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -473,7 +469,7 @@ def _per_tensor(
     output: Tensor | None,
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
-) -> Tensor:
+) -> Any:
     import torch
 
     check_tensor("hidden_states", hidden_states, "T", "H")

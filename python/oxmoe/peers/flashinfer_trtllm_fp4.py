@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING, Any
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.operands import check_tensor
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
-from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, not_finalized, three_dimensions
-from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, plain_biases, plain_blocks
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids
+from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
+from oxmoe.peers.flashinfer_trtllm_layouts import (
+    SHUFFLED_ROWS,
+    plain_biases,
+    plain_blocks,
+    valid_sizes,
+    without_padding,
+)
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, finalized
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -55,6 +61,8 @@ def prepare_trtllm_fp4_block_scale_moe(
     output1_scale_gate_scalar: Tensor | None = None,
     output2_scale_scalar: Tensor | None = None,
     activation_type: Any = SWIGLU,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
 ) -> ExpertWeights:
     """ExpertWeights of what `trtllm_fp4_block_scale_moe` takes: made once, at load.
 
@@ -68,7 +76,8 @@ def prepare_trtllm_fp4_block_scale_moe(
     alone), the smallest of the experts'. With Situ, too, it is that number alone. Biases, alpha, beta and limit are
     refused there, except an alpha of ones, Situ's alpha and beta, which bound dequantised numbers, and SwigluStep's
     limit, which is in units of GEMM1's sums before output1_scale_gate_scalar. MXFP4 takes no such scalars but ones.
-    gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`.
+    gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`. valid_hidden_size and
+    valid_intermediate_size: of weights that `pad_trtllm_moe_weights` has padded, whose padding is dropped.
     """
     import torch
 
@@ -94,11 +103,17 @@ def prepare_trtllm_fp4_block_scale_moe(
         "output1_scale_gate_scalar": output1_scale_gate_scalar,
         "output2_scale_scalar": output2_scale_scalar,
     }
+    sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, 2 * w13.shape[2], 2 * w2.shape[2])
+    biases: tuple[Tensor | None, Tensor | None] = (None, None)
+    if block == 32:
+        biases = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
+    (w13, w13_scale, b13), (w2, w2_scale, b2) = without_padding(
+        (w13, w13_scale, biases[0]), (w2, w2_scale, biases[1]), (2, block, 1), sizes, gated=gated
+    )
     if block == 32:
         for name, scalar in scalars.items():
             if scalar is not None and not _ones(scalar):
                 raise NotImplementedError(f"{name}: no kernel for MXFP4 weights with other numbers than 1")
-        b13, b2 = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
     given = {
         "gemm1_bias": gemm1_bias,
@@ -204,15 +219,15 @@ def trtllm_fp4_block_scale_moe(
         "activation_type": activation_of(activation_type),
     }
     refused = {
-        **not_finalized(do_finalize),
         "per_token_scale": per_token_scale is not None,
         "nvfp4_4over6": nvfp4_4over6 is not None,
         "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
     return _fp4(
-        "trtllm_fp4_block_scale_moe", routing, hidden_states, hidden_states_scale, gemms, options,
-        (num_experts, local_expert_offset, local_num_experts), refused, (valid_hidden_size, valid_intermediate_size),
-        intermediate_size, hidden_states_scale_layout, output, workspace_buffer, weights,
+        "trtllm_fp4_block_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale, gemms,
+        options, (num_experts, local_expert_offset, local_num_experts), refused,
+        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
+        workspace_buffer, weights,
     )  # fmt: skip
 
 
@@ -277,15 +292,15 @@ def trtllm_fp4_block_scale_routed_moe(
         "activation_type": activation_of(activation_type),
     }
     refused = {
-        **not_finalized(do_finalize),
         "per_token_scale": per_token_scale is not None,
         "nvfp4_4over6": nvfp4_4over6 is not None,
         "routing_metadata": routing_metadata is not None,
         "gemm1_lora_delta": gemm1_lora_delta is not None,
         "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
+    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
     return _fp4(
-        "trtllm_fp4_block_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states, hidden_states_scale, gemms,
+        "trtllm_fp4_block_scale_routed_moe", routing, hidden_states, hidden_states_scale, gemms,
         options, (num_experts, local_expert_offset, local_num_experts), refused,
         (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
         workspace_buffer, weights,
@@ -301,7 +316,7 @@ def _fp4(
     options: dict[str, Any],
     experts: tuple[int, int, int],
     refused: dict[str, bool],
-    valid_sizes: tuple[int | None, int | None],
+    sizes: tuple[int | None, int | None],
     intermediate_size: int,
     scale_layout: Any,
     output: Tensor | None,
@@ -322,11 +337,12 @@ def _fp4(
             f"{function}: no kernel for hidden_states of {tokens} with {format} weights; served are bfloat16 with "
             "mxfp4 and uint8 (NVFP4) with nvfp4"
         )
-    hidden = hidden_states.shape[1] * (2 if format == "nvfp4" else 1)
-    sizes = zip(valid_sizes, (hidden, intermediate_size), strict=True)
+    each = 2 if format == "nvfp4" else 1
+    hidden = hidden_states.shape[1] * each
+    valid = valid_sizes(*sizes, hidden, intermediate_size)
+    options = {**options, "valid_hidden_size": sizes[0], "valid_intermediate_size": sizes[1]}
     refused = {
         **refused,
-        "valid_hidden_size, valid_intermediate_size": any(valid not in (None, size) for valid, size in sizes),
         f"hidden_states_scale_layout {scale_layout!r}": scale_layout is not None and int(scale_layout) != LINEAR,
     }
     scale = None
@@ -340,9 +356,11 @@ def _fp4(
         scale = hidden_states_scale.view(torch.uint8).view(torch.float8_e4m3fn).reshape(rows, groups)
     elif hidden_states_scale is not None:
         raise ValueError("hidden_states_scale: hidden_states of bfloat16 have none")
-    return [
-        layer(
-            function, routing, hidden_states, scale, weights, prepare_trtllm_fp4_block_scale_moe, gemms, options,
-            experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
-        )
-    ]  # fmt: skip
+    if valid is not None:
+        hidden_states = hidden_states[:, : valid[0] // each].contiguous()
+        scale = None if scale is None else scale[:, : valid[0] // 16].contiguous()
+    result = layer(
+        function, routing, hidden_states, scale, weights, prepare_trtllm_fp4_block_scale_moe, gemms, options,
+        experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
+    )  # fmt: skip
+    return result if isinstance(result, list) else [result]

@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.operands import check_tensor
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, name_of
-from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, not_finalized
-from oxmoe.peers.flashinfer_trtllm_layouts import BLOCK_BYTES, BLOCK_MAJOR_K, major_k, plain_blocks
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids
+from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer
+from oxmoe.peers.flashinfer_trtllm_layouts import (
+    BLOCK_BYTES,
+    BLOCK_MAJOR_K,
+    major_k,
+    plain_blocks,
+    valid_sizes,
+    without_padding,
+)
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, finalized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +68,8 @@ def prepare_trtllm_mxint4_block_scale_moe(
     gemm1_alpha: Tensor | None = None,
     gemm1_beta: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
+    valid_hidden_size: int | None = None,
+    valid_intermediate_size: int | None = None,
 ) -> ExpertWeights:
     """ExpertWeights of what `trtllm_mxint4_block_scale_moe` takes: made once, at load.
 
@@ -73,10 +82,12 @@ def prepare_trtllm_mxint4_block_scale_moe(
 
     gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`. The result is
     `ExpertWeights.int4`: a code times its scale is rounded to bf16, which is not so in flashinfer's kernel for
-    Blackwell.
+    Blackwell. valid_hidden_size and valid_intermediate_size: of weights that were padded, whose padding is dropped.
     """
     w13, w13_scale = _plain("gemm1_weights", gemm1_weights, gemm1_weights_scale, gated=True)
     w2, w2_scale = _plain("gemm2_weights", gemm2_weights, gemm2_weights_scale, gated=False)
+    sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, 2 * w13.shape[2], 2 * w2.shape[2])
+    (w13, w13_scale), (w2, w2_scale) = without_padding((w13, w13_scale), (w2, w2_scale), (2, _GROUP), sizes, gated=True)
     numbers = {"alpha": gemm1_alpha, "beta": gemm1_beta, "limit": gemm1_clamp_limit}
     return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, **activation(SWIGLU, numbers))
 
@@ -124,10 +135,10 @@ def trtllm_mxint4_block_scale_moe(
         routing_method_type, norm_topk_prob,
     )  # fmt: skip
     return _mxint4(
-        "trtllm_mxint4_block_scale_moe", routing, hidden_states,
+        "trtllm_mxint4_block_scale_moe", finalized(routing, do_finalize), hidden_states,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
         (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
-        not_finalized(do_finalize), (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
+        {}, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
         workspace_buffer, weights,
     )  # fmt: skip
 
@@ -167,9 +178,10 @@ def trtllm_mxint4_block_scale_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_mxint4_block_scale_moe`.
     """
-    refused = not_finalized(do_finalize) | {"gemm1_lora_delta": gemm1_lora_delta is not None}
+    refused = {"gemm1_lora_delta": gemm1_lora_delta is not None}
+    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
     return _mxint4(
-        "trtllm_mxint4_block_scale_routed_moe", by_ids(topk_ids, top_k), hidden_states,
+        "trtllm_mxint4_block_scale_routed_moe", routing, hidden_states,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
         (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
         refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
@@ -185,7 +197,7 @@ def _mxint4(
     numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     experts: tuple[int, int, int],
     refused: dict[str, bool],
-    valid_sizes: tuple[int | None, int | None],
+    sizes: tuple[int | None, int | None],
     intermediate_size: int,
     output: Tensor | None,
     workspace_buffer: Tensor | None,
@@ -198,15 +210,12 @@ def _mxint4(
         )
     if isinstance(weights, ExpertWeights) and weights.format != "int4":
         raise ValueError(f"weights: expected int4 experts, got {weights.format}")
-    sizes = zip(valid_sizes, (hidden_states.shape[1], intermediate_size), strict=True)
-    refused = {
-        **refused,
-        "valid_hidden_size, valid_intermediate_size": any(valid not in (None, size) for valid, size in sizes),
-    }
-    options = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
-    return [
-        layer(
-            function, routing, hidden_states, None, weights, prepare_trtllm_mxint4_block_scale_moe, gemms, options,
-            experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
-        )
-    ]  # fmt: skip
+    options: dict[str, Any] = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
+    options |= {"valid_hidden_size": sizes[0], "valid_intermediate_size": sizes[1]}
+    if (valid := valid_sizes(*sizes, hidden_states.shape[1], intermediate_size)) is not None:
+        hidden_states = hidden_states[:, : valid[0]].contiguous()
+    result = layer(
+        function, routing, hidden_states, None, weights, prepare_trtllm_mxint4_block_scale_moe, gemms, options,
+        experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
+    )  # fmt: skip
+    return result if isinstance(result, list) else [result]

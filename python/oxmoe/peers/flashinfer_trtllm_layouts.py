@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,45 @@ def plain_blocks(weights: Tensor, scales: Tensor, blocks: int, *, gated: bool) -
     scales = untiled(scales.reshape(experts, *padded), rows, blocks)
     weights, scales = (unshuffled(part, SHUFFLED_ROWS) for part in (weights, scales))
     return (halves(weights), halves(scales)) if gated else (weights, scales)
+
+
+def valid_sizes(
+    valid_hidden_size: int | None, valid_intermediate_size: int | None, hidden_size: int, intermediate_size: int
+) -> tuple[int, int] | None:
+    """Returns hidden and intermediate size of weights without their padding; None if they have none."""
+    padded = {"valid_hidden_size": hidden_size, "valid_intermediate_size": intermediate_size}
+    valid = {"valid_hidden_size": valid_hidden_size, "valid_intermediate_size": valid_intermediate_size}
+    sizes = {name: padded[name] if value is None else int(value) for name, value in valid.items()}
+    for name, size in sizes.items():
+        if not 1 <= size <= padded[name]:
+            raise ValueError(f"{name}: expected 1 to {padded[name]} (the padded size), got {size}")
+    return None if sizes == padded else (sizes["valid_hidden_size"], sizes["valid_intermediate_size"])
+
+
+def without_padding(
+    w13: Sequence[Tensor | None],
+    w2: Sequence[Tensor | None],
+    columns: Sequence[int],
+    sizes: tuple[int, int] | None,
+    *,
+    gated: bool,
+) -> tuple[list[Any], list[Any]]:
+    """Returns copies of plain operands [E, rows, K] or [E, rows] without rows and columns of padding. columns: how many
+    of the layer's columns an element has. Each half of a gated w13 has its own padding."""
+    if sizes is None:
+        return list(w13), list(w2)
+    hidden, intermediate = sizes
+
+    def cropped(operand: Tensor | None, rows: int, size: int, each: int, halves: int) -> Tensor | None:
+        if operand is None:
+            return None
+        part = operand.unflatten(1, (halves, -1))[:, :, :rows]
+        return (part if operand.dim() == 2 else part[..., : -(-size // each)]).flatten(1, 2).contiguous()
+
+    return (
+        [cropped(part, intermediate, hidden, each, 2 if gated else 1) for part, each in zip(w13, columns, strict=True)],
+        [cropped(part, hidden, intermediate, each, 1) for part, each in zip(w2, columns, strict=True)],
+    )
 
 
 def plain_biases(bias: Tensor | None, of_shuffle: int | None, *, gated: bool = False) -> Tensor | None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
 from oxmoe.operands import check_tensor
+from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.packed_topk import unpack_topk
+from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +28,10 @@ _METHODS = (
     "Sigmoid",
     "TopKSigmoid",
 )
+
+
+# Options of `run` that do not choose experts.
+_AFTER_ROUTING = ("routed_scaling_factor", "apply_router_weight_on_input", "unfinalized")
 
 
 def routing_options(
@@ -108,25 +116,72 @@ def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, An
     return {"topk_weights": chosen, "topk_ids": ids}
 
 
+def finalized(routing: dict[str, Any], do_finalize: bool, *, chosen: bool = True) -> dict[str, Any]:
+    """Returns the options of `run`, which leaves the sum over a token's experts to the caller without do_finalize.
+    chosen: the call chooses the experts itself."""
+    return routing if do_finalize else {**routing, "unfinalized": "bfloat16" if chosen else "float32"}
+
+
+def run(
+    call: Callable[..., Tensor],
+    x: Tensor,
+    weights: ExpertWeights,
+    routing: dict[str, Any],
+    *,
+    x_scale: Tensor | None,
+    out: Tensor | None,
+    workspace_buffer: Tensor | None,
+) -> Any:
+    """Runs a layer by `moe`. Without do_finalize (`finalized`) the result is flashinfer's list.
+
+    These are the rows of the experts [T top_k, H], the experts' weights [T, top_k], and the row of each choice,
+    int32 [T top_k], -1 of an expert that is not held here. Weights that logits chose are bf16, as flashinfer's are,
+    and others fp32."""
+    workspace = if_it_fits(workspace_buffer, x, weights, chosen_per_token(routing))
+    if "unfinalized" not in routing:
+        return with_workspace(call, x, weights, workspace=workspace, **routing, x_scale=x_scale, out=out)
+    import torch
+
+    if out is not None:
+        raise ValueError("output: not with do_finalize=False, which has no finalized output")
+    options = dict(routing)
+    if options.pop("apply_router_weight_on_input", False):
+        raise NotImplementedError("use_routing_scales_on_input: no kernel for it with do_finalize=False")
+    dtype, factor = options.pop("unfinalized"), options.pop("routed_scaling_factor", 1.0)
+    ranks = {name: options.pop(name) for name in ("ep_size", "ep_rank")}
+    if "router_logits" in options:
+        given, ids = topk(options.pop("router_logits"), options.pop("top_k"), **options)
+    else:
+        given, ids = options["topk_weights"], options["topk_ids"]
+    rows = with_workspace(call, x, weights, given, ids, workspace=workspace, no_combine=True, **ranks, x_scale=x_scale)
+    first = ranks["ep_rank"] * weights.num_experts
+    held = ((ids >= first) & (ids < first + weights.num_experts)).flatten()
+    places = torch.arange(held.numel(), dtype=torch.int32, device=ids.device)
+    return [rows.flatten(0, 1), (given * factor).to(getattr(torch, dtype)), places.where(held, -1)]
+
+
 def chosen_per_token(routing: dict[str, Any]) -> int:
     """Returns how many experts these options of `moe` choose for a token."""
     ids = routing.get("topk_ids")
     return int(routing["top_k"] if ids is None else ids.shape[1])
 
 
-def local_experts(function: str, num_experts: int, local_expert_offset: int, local_num_experts: int) -> dict[str, int]:
-    """Returns options of `moe` that say which of all experts are held here."""
-    if local_num_experts < 1 or not 0 <= local_expert_offset <= num_experts - local_num_experts:
-        raise ValueError(
-            f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + local_num_experts} "
-            f"(local_num_experts {local_num_experts}) are not among num_experts {num_experts}"
-        )
-    if num_experts % local_num_experts or local_expert_offset % local_num_experts:
-        raise NotImplementedError(
-            f"{function}: no kernel for local_expert_offset {local_expert_offset} and local_num_experts "
-            f"{local_num_experts} of {num_experts}; served are equal parts of the experts"
-        )
-    return {"ep_size": num_experts // local_num_experts, "ep_rank": local_expert_offset // local_num_experts}
+def of_local_experts(
+    routing: dict[str, Any], num_experts: int, local_expert_offset: int, local_num_experts: int
+) -> dict[str, Any]:
+    """Returns options of `moe` that also say which of all experts are held here. Where ranks are no equal parts of the
+    experts, logits choose in a launch of their own."""
+    check_part(num_experts, local_expert_offset, local_num_experts, "local_num_experts")
+    if num_experts % local_num_experts == 0 and local_expert_offset % local_num_experts == 0:
+        ranks = {"ep_size": num_experts // local_num_experts, "ep_rank": local_expert_offset // local_num_experts}
+        return routing | ranks
+    if "router_logits" in routing:
+        kept = {name: routing[name] for name in _AFTER_ROUTING if name in routing}
+        options = {name: value for name, value in routing.items() if name not in kept}
+        chosen, ids = topk(options.pop("router_logits"), options.pop("top_k"), **options)
+        routing = {"topk_weights": chosen, "topk_ids": ids, **kept}
+    ids, ranks = by_rank(routing["topk_ids"], num_experts, local_expert_offset, local_num_experts)
+    return {**routing, "topk_ids": ids, "ep_size": 1, "ep_rank": 0, **ranks}
 
 
 def check_experts(operand: str, held: int, expected: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe.operands import check_counts
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of
+from oxmoe.peers.flashinfer_trtllm_layouts import valid_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,13 +16,16 @@ if TYPE_CHECKING:
 _FORMATS = {
     "bf16": "bf16",
     "fp8_per_tensor": "fp8_tensor-static",
+    "fp8_per_channel": "fp8_tensor-token",
     "fp8_block_scale": "fp8_block",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4-a4",
     "mxfp4_bf16": "mxfp4",
     "mxint4": "int4",
 }
-_UNSERVED = ("fp8_per_channel", "mxfp4_mxfp8")
+_UNSERVED = ("mxfp4_mxfp8",)
+# Formats whose padded weights (`pad_trtllm_moe_weights`) the calls take.
+_PADDED = ("mxfp8", "nvfp4-a4", "mxfp4", "int4")
 
 
 def trtllm_fused_moe_workspace_size(
@@ -52,10 +56,10 @@ def trtllm_fused_moe_workspace_size(
     decreasing in them, the same on every GPU. device: "cpu" for a CPU, where NVFP4 experts need less.
 
     hidden_size and intermediate_size: of the weights, unpacked; num_experts: of all ranks, of which local_num_experts
-    are held here. quant_mode: "bf16", "fp8_per_tensor", "fp8_block_scale", "mxfp8", "nvfp4", "mxfp4_bf16" or "mxint4".
+    are held here. quant_mode: "bf16", "fp8_per_tensor", "fp8_per_channel", "fp8_block_scale", "mxfp8", "nvfp4",
+    "mxfp4_bf16" or "mxint4". valid_hidden_size and valid_intermediate_size: of padded weights, as in the calls.
     The size depends on the shape alone: the weights, their layout, use_routing_scales_on_input and tactic have no
-    meaning. "fp8_per_channel", "mxfp4_mxfp8", fused shared experts, scales of tokens and sizes of padded weights are a
-    NotImplementedError, as in the calls.
+    meaning. "mxfp4_mxfp8", fused shared experts and scales of tokens are a NotImplementedError, as in the calls.
     """
     if quant_mode not in _FORMATS:
         known = ", ".join(map(repr, _FORMATS))
@@ -68,19 +72,19 @@ def trtllm_fused_moe_workspace_size(
     check_counts({**tokens_and_slots, **sizes, "num_experts": num_experts, "local_num_experts": local})
     if local > num_experts:
         raise ValueError(f"local_num_experts: expected at most num_experts {num_experts}, got {local}")
+    format = _FORMATS[quant_mode]
+    valid = valid_sizes(valid_hidden_size, valid_intermediate_size, hidden_size, intermediate_size)
     unserved = {
         "num_fused_shared_experts": bool(num_fused_shared_experts),
         "use_per_token_scale": use_per_token_scale,
-        "valid_hidden_size": valid_hidden_size not in (None, hidden_size),
-        "valid_intermediate_size": valid_intermediate_size not in (None, intermediate_size),
+        f"valid_hidden_size, valid_intermediate_size with {quant_mode}": valid is not None and format not in _PADDED,
     }
     if any(unserved.values()):
         given = ", ".join(name for name, used in unserved.items() if used)
         raise NotImplementedError(f"trtllm_fused_moe_workspace_size: no kernel for {given}")
-    format = _FORMATS[quant_mode]
     if format == "nvfp4-a4" and str(device).startswith("cpu"):
         format = "nvfp4"
     _, gated, _, _ = ACTIVATIONS[activation_of(activation_type)]
     return _oxmoe.shape_workspace_bytes(
-        local, top_k, hidden_size, intermediate_size, max_num_tokens, format=format, gated=gated
+        local, top_k, *(valid or (hidden_size, intermediate_size)), max_num_tokens, format=format, gated=gated
     )
