@@ -37,8 +37,8 @@ FORMATS = {
 }
 
 # "uniform": logits are noise. "given": ids and weights of the same choice are given. "hot": half of the tokens have
-# expert 0 as their first. "one": ids are given, and every slot has expert 0. "grouped": logits are noise, and the router
-# is DeepSeek-V3's: sigmoid, bias, half of the groups.
+# expert 0 as their first. "one": ids are given, and every slot has expert 0. "grouped": logits are noise, and the
+# router is DeepSeek-V3's: sigmoid, bias, half of the groups.
 PATTERNS = ("uniform", "given", "hot", "one", "grouped")
 
 
