@@ -47,12 +47,13 @@ def ours() -> Iterator[None]:
 def check_layer(
     layer: Layer, x: Tensor, weights: Tensor, ids: Tensor, expected_options: dict[str, Any], **options: Any
 ) -> None:
-    """Compares the module with the reference; with inplace (the default) the result is x itself."""
+    """Compares the module with the reference. The tokens stay, also with inplace (the default): in captured graphs
+    SGLang's models run shared experts on them at the same time."""
     before = x.clone()
     result = fused_moe(layer, **options)(x, StandardTopKOutput(weights, ids, None))
     expected = reference.moe(before, layer.w13, layer.w2, weights, ids, **layer.reference_options, **expected_options)
     assert_close_ulp(result, expected)
-    assert same_bits(x, result if options.get("inplace", True) else before)
+    assert same_bits(x, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -91,7 +91,7 @@ def test_the_output_is_in_symmetric_memory(
             yield
 
     with server():
-        module = fused_moe(layer, inplace=False)
+        module = fused_moe(layer)
         plain = module.quant_method.apply(module, module.dispatcher.dispatch(x, topk)).hidden_states
         assert not pool
         monkeypatch.setattr(pynccl_allocator, "is_symmetric_memory_enabled", lambda: enabled)

@@ -39,7 +39,7 @@ class _Kind:
     # Makes the weights of quant_info, runner configuration, columns of the input, and whether rows of w13 are [up;
     # gate].
     make: Callable[[Any, Any, int | None, bool], ExpertWeights]
-    inplace: bool = False  # whether the configuration's `inplace` counts
+    inplace: bool = False  # whether SGLang's own runner writes its result over the tokens where `inplace` allows it
     global_ids: bool = False  # top-k ids are of all ranks' experts
 
 
@@ -316,7 +316,8 @@ class Experts:
                 raise NotImplementedError(f"oxmoe: {type(quant_info).__name__} is not served behind an all-to-all")
             return deepep.run(dispatch_output, form, weights, config)
         topk_output = dispatch_output.topk_output
-        inplace = self._kind.inplace and config.inplace
+        if self._kind.inplace and config.inplace and config.no_combine:
+            raise ValueError("oxmoe: inplace and no_combine exclude each other (the result is [T, k, H])")
         if self._kind.global_ids:
             if x.shape[0] == 0:
                 return x
@@ -327,7 +328,7 @@ class Experts:
             ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
             given = routing(topk_output, config)
             return moe(x, weights, **given, **ranks, routed_scaling_factor=factor, out=symmetric.output_like(x))
-        return run_local(x, topk_output, weights, config, self._handover, inplace=inplace)
+        return run_local(x, topk_output, weights, config, self._handover)
 
 
 def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, handover: Handover) -> Any:
@@ -336,7 +337,7 @@ def run_dispatched(dispatch_output: Any, weights: ExpertWeights, config: Any, ha
     form = deepep.layout(dispatch_output)
     if form == STANDARD:
         x, topk_output = dispatch_output.hidden_states, dispatch_output.topk_output
-        result = run_local(x, topk_output, weights, config, handover, inplace=False)
+        result = run_local(x, topk_output, weights, config, handover)
     else:
         result = deepep.run(dispatch_output, form, weights, config)
     return deepep.combine_input(dispatch_output, result)
@@ -432,13 +433,13 @@ def scaling_factor(x: Tensor, config: Any, *, scaled: bool) -> float:
     return once / factor if not x.is_cuda and calls.block_scales(config) else once
 
 
-def run_local(
-    x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, handover: Handover, *, inplace: bool
-) -> Tensor:
+def run_local(x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, handover: Handover) -> Tensor:
     """Runs this rank's part of the layer. Ids are those of its experts, with -1 for other ranks' experts, or, if
-    `handover` says so, those of all ranks' experts."""
-    if inplace and config.no_combine:
-        raise ValueError("oxmoe: inplace and no_combine exclude each other (the result is [T, k, H])")
+    `handover` says so, those of all ranks' experts.
+
+    The tokens stay as they are, also where `inplace` allows to write over them. In captured graphs models may run their
+    shared experts on these tokens at the same time, on another stream.
+    """
     ranks = {}
     if handover.ep_size > 1 and (handover.global_ids or hasattr(topk_output, "topk_config")):
         if config.num_experts != handover.ep_size * config.num_local_experts:
@@ -453,7 +454,7 @@ def run_local(
             "StandardTopKOutput"
         )
     # Without a combine nothing is reduced, so the output needs no symmetric memory.
-    out = x if inplace else None if config.no_combine else symmetric.output_like(x)
+    out = None if config.no_combine else symmetric.output_like(x)
     return moe(
         x,
         weights,

@@ -100,11 +100,11 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
     if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
-        if (why := eplb.copies(method, runner)) is not None:
+        if (copied := eplb.copies(method, runner)) is not None:
             if (flag := _reaches_parameters_alone()) is not None:
                 raise RuntimeError(
                     _message(
-                        f"layer {module.layer_id}: {why}, which {flag} does not reach",
+                        f"layer {module.layer_id}: {copied}, which {flag} does not reach",
                         f"use the quantization oxmoe, whose weights are SGLang's parameters, or start without {flag}",
                     )
                 )
