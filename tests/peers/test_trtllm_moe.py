@@ -384,6 +384,37 @@ def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
     assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **sizes), plain)
 
 
+def test_of_two_faults_the_dtype_is_named(rng: torch.Generator) -> None:
+    """flashinfer names the dtype of hidden_states and of the weights before shapes, scales and numbers of experts."""
+    layer = make_fp8(SHAPE, "cpu", rng)
+    x, logits = layer.x(5, rng), tie_free_logits(5, SHAPE.experts, rng)
+    given = arguments(layer, x)
+    wrong = {"hidden_states": x.half(), "hidden_states_scale": torch.ones(3, 3), "local_num_experts": 4}
+    with pytest.raises(ValueError, match=r"^hidden_states: expected dtype float8_e4m3fn or bfloat16, got float16"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **wrong})
+    for name in ("gemm1_weights", "gemm2_weights"):
+        wrong = {name: given[name][:2].to(torch.int8), "hidden_states_scale": torch.ones(3, 3)}
+        with pytest.raises(ValueError, match=rf"^{name}: expected dtype float8_e4m3fn, got int8"):
+            oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **wrong})
+    sizes = {name: given[name] for name in given if not name.startswith(("hidden", "gemm", "use", "weight", "fp8"))}
+    for function, dtype, others in (
+        (oxmoe.trtllm_bf16_moe, "bfloat16", {"hidden_states": x}),
+        (
+            oxmoe.trtllm_fp8_per_tensor_scale_moe,
+            "float8_e4m3fn",
+            {
+                "hidden_states": x.to(torch.float8_e4m3fn),
+                "use_routing_scales_on_input": False,
+                **dict.fromkeys(("output1_scales_scalar", "output1_scales_gate_scalar"), torch.ones(1)),
+                "output2_scales_scalar": torch.ones(1),
+            },
+        ),
+    ):
+        weights = {"gemm1_weights": torch.zeros(2, 8, 3), "gemm2_weights": torch.zeros(2, 3)}
+        with pytest.raises(ValueError, match=f"^gemm1_weights: expected dtype {dtype}, got float32"):
+            function(logits, **{**sizes, **others, **weights})  # type: ignore[operator]
+
+
 def test_refused(rng: torch.Generator) -> None:
     layer = make_fp8(SHAPE, "cpu", rng)
     x, logits = layer.x(5, rng), tie_free_logits(5, SHAPE.experts, rng)

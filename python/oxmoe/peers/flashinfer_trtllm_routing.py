@@ -9,6 +9,7 @@ from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
 from oxmoe.operands import check_tensor
 from oxmoe.peers.expert_ranks import by_rank, check_part
+from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
 from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 
@@ -182,6 +183,12 @@ def of_local_experts(
         routing = {"topk_weights": chosen, "topk_ids": ids, **kept}
     ids, ranks = by_rank(routing["topk_ids"], num_experts, local_expert_offset, local_num_experts)
     return {**routing, "topk_ids": ids, "ep_size": 1, "ep_rank": 0, **ranks}
+
+
+def check_dtype(operand: str, tensor: Tensor, *expected: str) -> None:
+    """Raises ValueError for another dtype. It comes before checks of shapes: flashinfer, too, names it first."""
+    if (got := name_of(tensor.dtype)) not in expected:
+        raise ValueError(f"{operand}: expected dtype {' or '.join(expected)}, got {got}")
 
 
 def check_experts(operand: str, held: int, expected: int) -> None:
