@@ -384,6 +384,46 @@ def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
     assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **sizes), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_topk_of_deepseek(tokens: int, dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
+    """fused_topk_deepseek against fp64, with groups and without."""
+    for experts, groups, best, top_k in ((64, 8, 3, 6), (48, 1, 1, 8)):
+        scores = torch.randn((tokens, experts), generator=rng).to(dtype)
+        bias = torch.randn(experts, generator=rng).to(dtype)
+        sigmoid = scores.double().sigmoid()
+        judged = (sigmoid + bias.double()).view(tokens, groups, experts // groups)
+        if groups > 1:
+            kept = judged.topk(2).values.sum(-1).topk(best).indices
+            judged = torch.full_like(judged, -torch.inf).scatter(
+                1, kept[..., None].expand(-1, -1, experts // groups), judged.gather(
+                    1, kept[..., None].expand(-1, -1, experts // groups)
+                )
+            )  # fmt: skip
+        ids = judged.flatten(1).topk(top_k).indices
+        chosen = sigmoid.gather(1, ids)
+        expected = 2.5 * chosen / chosen.sum(1, keepdim=True)
+        values = torch.full((tokens, top_k), torch.nan, dtype=dtype, device=device)
+        indices = torch.full((tokens, top_k), -7, dtype=torch.int32, device=device)
+        replay = torch.full((tokens + 2, top_k), -7, dtype=torch.int16, device=device)
+        arguments = (scores.to(device), bias.to(device), groups, best, top_k, 2.5)
+        assert oxmoe.fused_topk_deepseek(*arguments, values, indices, True, replay) is None  # type: ignore[func-returns-value]
+        assert torch.equal(indices.cpu().long(), ids) and torch.equal(replay[:tokens].cpu().long(), ids)
+        assert bool((replay[tokens:] == -7).all())
+        assert torch.allclose(values.cpu().double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-6))
+    good = {"topk_values": values, "topk_indices": indices}
+    for words, changed in (
+        ("topk_values: expected dtype", {"topk_values": values.double()}),
+        ("topk_indices: expected dtype int32, got int64", {"topk_indices": indices.long()}),
+        (r"topk_indices: expected shape \[\d+, 8\], got", {"topk_indices": indices[:, :3]}),
+        ("routing_replay_out: expected", {"routing_replay_out": replay[:, :2]}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            oxmoe.fused_topk_deepseek(*arguments, **{**good, **changed})  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="backend: no kernel for 'cake'"):
+        oxmoe.fused_topk_deepseek(*arguments, **good, backend="cake")
+
+
 def test_of_two_faults_the_dtype_is_named(rng: torch.Generator) -> None:
     """flashinfer names the dtype of hidden_states and of the weights before shapes, scales and numbers of experts."""
     layer = make_fp8(SHAPE, "cpu", rng)

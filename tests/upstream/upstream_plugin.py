@@ -135,10 +135,34 @@ def _tell(name: str) -> None:
     served.capability = (10, 0) if anywhere else torch.cuda.get_device_capability()
 
 
+class _Told:
+    """A device's properties, with the capability that a file is told as it is imported."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.major, self.minor = served.capability
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+_properties: list[Any] = []
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     # A test file may ask for the capability as it is imported.
-    if isinstance(collector, pytest.Module):
-        _tell(collector.nodeid)
+    if served is None or not isinstance(collector, pytest.Module):
+        return
+    _tell(collector.nodeid)
+    if not _properties:
+        _properties.append(torch.cuda.get_device_properties)
+    real = _properties[0]
+    torch.cuda.get_device_properties = lambda device=None: _Told(real(device))  # type: ignore[assignment,return-value]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if _properties:
+        torch.cuda.get_device_properties = _properties.pop()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
