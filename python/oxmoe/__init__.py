@@ -62,6 +62,7 @@ from oxmoe.peers.flashinfer_trtllm_int4 import (
     trtllm_mxint4_block_scale_routed_moe,
 )
 from oxmoe.peers.flashinfer_trtllm_padding import TrtllmMoePaddedWeights, pad_trtllm_moe_weights
+from oxmoe.peers.flashinfer_trtllm_routing import fused_topk_deepseek
 from oxmoe.peers.flashinfer_trtllm_workspace import trtllm_fused_moe_workspace_size
 from oxmoe.peers.packed_topk import pack_topk, unpack_topk
 from oxmoe.peers.sglang import fused_experts
@@ -132,6 +133,7 @@ __all__ = [
     "explain",
     "fused_experts",
     "fused_experts_flashinfer_mxfp4",
+    "fused_topk_deepseek",
     "masked_workspace_bytes",
     "mm_mxfp8",
     "moe",

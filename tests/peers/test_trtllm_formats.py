@@ -92,7 +92,7 @@ def mxfp4(device: str, rng: torch.Generator) -> Call:
 
 def nv(device: str, rng: torch.Generator) -> Call:
     """W4A4, the factor of GEMM1's output a power of two."""
-    made: Any = make_nvfp4(SHAPE, rng, a4=True)
+    made: Any = make_nvfp4(SHAPE, rng)
     of_sums, quantises = made.w13_global[:, 0].contiguous(), 128.0
     own = (made.w13, made.w2, made.w13_scale, made.w2_scale, of_sums, made.w2_global)
     weights = oxmoe.ExpertWeights.nvfp4(

@@ -384,6 +384,77 @@ def test_what_the_routed_form_hands_on(rng: torch.Generator) -> None:
     assert same_bits(oxmoe.trtllm_fp8_block_scale_moe(logits, **given, **sizes), plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_topk_of_deepseek(tokens: int, dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
+    """fused_topk_deepseek against fp64, with groups and without."""
+    for experts, groups, best, top_k in ((64, 8, 3, 6), (48, 1, 1, 8)):
+        scores = torch.randn((tokens, experts), generator=rng).to(dtype)
+        bias = torch.randn(experts, generator=rng).to(dtype)
+        sigmoid = scores.double().sigmoid()
+        judged = (sigmoid + bias.double()).view(tokens, groups, experts // groups)
+        if groups > 1:
+            kept = judged.topk(2).values.sum(-1).topk(best).indices
+            judged = torch.full_like(judged, -torch.inf).scatter(
+                1, kept[..., None].expand(-1, -1, experts // groups), judged.gather(
+                    1, kept[..., None].expand(-1, -1, experts // groups)
+                )
+            )  # fmt: skip
+        ids = judged.flatten(1).topk(top_k).indices
+        chosen = sigmoid.gather(1, ids)
+        expected = 2.5 * chosen / chosen.sum(1, keepdim=True)
+        values = torch.full((tokens, top_k), torch.nan, dtype=dtype, device=device)
+        indices = torch.full((tokens, top_k), -7, dtype=torch.int32, device=device)
+        replay = torch.full((tokens + 2, top_k), -7, dtype=torch.int16, device=device)
+        arguments = (scores.to(device), bias.to(device), groups, best, top_k, 2.5)
+        assert oxmoe.fused_topk_deepseek(*arguments, values, indices, True, replay) is None  # type: ignore[func-returns-value]
+        assert torch.equal(indices.cpu().long(), ids) and torch.equal(replay[:tokens].cpu().long(), ids)
+        assert bool((replay[tokens:] == -7).all())
+        assert torch.allclose(values.cpu().double(), expected, rtol=max(torch.finfo(dtype).eps, 1e-6))
+    good = {"topk_values": values, "topk_indices": indices}
+    for words, changed in (
+        ("topk_values: expected dtype", {"topk_values": values.double()}),
+        ("topk_indices: expected dtype int32, got int64", {"topk_indices": indices.long()}),
+        (r"topk_indices: expected shape \[\d+, 8\], got", {"topk_indices": indices[:, :3]}),
+        ("routing_replay_out: expected", {"routing_replay_out": replay[:, :2]}),
+    ):
+        with pytest.raises(ValueError, match=words):
+            oxmoe.fused_topk_deepseek(*arguments, **{**good, **changed})  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="backend: no kernel for 'cake'"):
+        oxmoe.fused_topk_deepseek(*arguments, **good, backend="cake")
+
+
+def test_of_two_faults_the_dtype_is_named(rng: torch.Generator) -> None:
+    """flashinfer names the dtype of hidden_states and of the weights before shapes, scales and numbers of experts."""
+    layer = make_fp8(SHAPE, "cpu", rng)
+    x, logits = layer.x(5, rng), tie_free_logits(5, SHAPE.experts, rng)
+    given = arguments(layer, x)
+    wrong = {"hidden_states": x.half(), "hidden_states_scale": torch.ones(3, 3), "local_num_experts": 4}
+    with pytest.raises(ValueError, match=r"^hidden_states: expected dtype float8_e4m3fn or bfloat16, got float16"):
+        oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **wrong})
+    for name in ("gemm1_weights", "gemm2_weights"):
+        wrong = {name: given[name][:2].to(torch.int8), "hidden_states_scale": torch.ones(3, 3)}
+        with pytest.raises(ValueError, match=rf"^{name}: expected dtype float8_e4m3fn, got int8"):
+            oxmoe.trtllm_fp8_block_scale_moe(logits, **{**given, **wrong})
+    sizes = {name: given[name] for name in given if not name.startswith(("hidden", "gemm", "use", "weight", "fp8"))}
+    for function, dtype, others in (
+        (oxmoe.trtllm_bf16_moe, "bfloat16", {"hidden_states": x}),
+        (
+            oxmoe.trtllm_fp8_per_tensor_scale_moe,
+            "float8_e4m3fn",
+            {
+                "hidden_states": x.to(torch.float8_e4m3fn),
+                "use_routing_scales_on_input": False,
+                **dict.fromkeys(("output1_scales_scalar", "output1_scales_gate_scalar"), torch.ones(1)),
+                "output2_scales_scalar": torch.ones(1),
+            },
+        ),
+    ):
+        weights = {"gemm1_weights": torch.zeros(2, 8, 3), "gemm2_weights": torch.zeros(2, 3)}
+        with pytest.raises(ValueError, match=f"^gemm1_weights: expected dtype {dtype}, got float32"):
+            function(logits, **{**sizes, **others, **weights})  # type: ignore[operator]
+
+
 def test_refused(rng: torch.Generator) -> None:
     layer = make_fp8(SHAPE, "cpu", rng)
     x, logits = layer.x(5, rng), tie_free_logits(5, SHAPE.experts, rng)

@@ -131,7 +131,8 @@ def test_order(tmp_path: Path) -> None:
     write(tmp_path, TESTS)
     _, said = upstream(tmp_path, "--on-cpu", "test_mm_mxfp8", "test_fp4_quantize.py", "tests/gemm", "test_monomoe")
     names = [line.partition(":")[0].rpartition("/")[2] for line in said.splitlines()]
-    assert names == ["test_mm_mxfp8.py", "test_fp4_quantize.py", "test_monomoe.py", "all"]
+    fuzz = "test_unified_gemm_fuzz.py"
+    assert names == ["test_mm_mxfp8.py", "test_fp4_quantize.py", fuzz, "test_monomoe.py", "all"]
 
 
 def test_a_failure_is_one(tmp_path: Path) -> None:
@@ -151,4 +152,50 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
 def test_expected_skips_have_reasons() -> None:
     lines = [line for line in (UPSTREAM / "skips.txt").read_text().splitlines() if line and not line.startswith("#")]
     pairs = [line.split(" | ") for line in lines]
-    assert len(pairs) > 10 and all(len(pair) == 2 and pair[0].startswith("tests/") and pair[1] for pair in pairs)
+    folders = ("tests/", "sgl-kernel/tests/")
+    assert len(pairs) > 10 and all(len(pair) == 2 and pair[0].startswith(folders) and pair[1] for pair in pairs)
+
+
+SGLANG = """
+import pytest, torch
+from sgl_kernel import kimi_k2_moe_fused_gate, moe_fused_gate, something_else, topk_sigmoid, topk_softmax
+
+def out(k):
+    return torch.empty(5, k, device="cuda"), torch.empty(5, k, dtype=torch.int32, device="cuda")
+
+def test_topk():
+    logits, bias = torch.randn(5, 16, device="cuda"), torch.randn(16, device="cuda")
+    for scores, function in ((logits.softmax(1), topk_softmax), (logits.sigmoid(), topk_sigmoid)):
+        for form in ((logits,), (logits, True)):
+            weights, ids = out(3)
+            function(weights, ids, *form)
+            best = scores.topk(3)
+            expected = best.values / best.values.sum(1, keepdim=True) if len(form) > 1 else best.values
+            assert torch.equal(ids, best.indices.int()) and torch.allclose(weights, expected, atol=1e-6)
+    weights, ids = out(3)
+    topk_softmax(weights, ids, torch.empty_like(ids), logits)
+    assert torch.equal(ids, logits.topk(3).indices.int())
+    topk_sigmoid(weights, ids, logits, True, correction_bias=bias)
+    assert torch.equal(ids, (logits.sigmoid() + bias).topk(3).indices.int())
+
+def test_gates():
+    logits, bias = torch.randn(5, 16, device="cuda"), torch.rand(16, device="cuda")
+    weights, ids = kimi_k2_moe_fused_gate(logits, bias, 3, True, 2.5, True)
+    assert torch.allclose(weights.sum(1), torch.full((5,), 2.5)) and ids.max() < 16
+    weights, ids = moe_fused_gate(logits, bias, 4, 1, 4, 1, 2.0)
+    assert bool((ids[:, 3] == 16).all()) and bool((ids[:, :3] // 4 == ids[:, :1] // 4).all())
+    assert torch.allclose(weights[:, :3].sum(1), torch.ones(5)) and torch.allclose(weights[:, 3], torch.full((5,), 0.5))
+
+def test_not_served():
+    something_else(1)
+"""
+
+
+def test_sglang(tmp_path: Path) -> None:
+    """sgl-kernel's names are oxmoe's in a checkout of SGLang."""
+    folder = tmp_path / "sgl-kernel" / "tests"
+    folder.mkdir(parents=True)
+    (folder / "test_moe_topk_softmax.py").write_text(SGLANG)
+    code, said = upstream(tmp_path, "topk_softmax", "test_moe_fused_gate", "--on-cpu")
+    assert code == 0 and "sgl-kernel/tests/test_moe_topk_softmax.py: 2 passed, 1 not served in " in said, said
+    assert "sgl-kernel/tests/test_moe_fused_gate.py: is not in this checkout" in said

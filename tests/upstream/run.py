@@ -1,12 +1,12 @@
-"""Runs flashinfer's own tests of the calls that oxmoe has, on oxmoe, and prints the counts of each file.
+"""Runs flashinfer's or SGLang's own tests of the calls that oxmoe has, on oxmoe, and prints the counts of each file.
 
 usage: run.py CHECKOUT [--on-cpu] [--out FOLDER] [--limit SECONDS] [FILE ...] [-- PYTEST_ARGUMENT ...]
 
-CHECKOUT is a clone of flashinfer; nothing of it is copied. Each file is a pytest process of its own. With FILE, only
-files of the list whose path contains it run, in the order in which FILEs are given. --on-cpu: tensors are made on the
-CPU, where no file of the all-reduce runs. --limit ends a file after this many seconds, which counts as an error;
-outcomes of its tests until then are counted. FOLDER has for each file a log and a .tsv with a line for each test
-(outcome, id, reason), both written as the tests run.
+CHECKOUT is a clone of flashinfer or SGLang; nothing of it is copied. Each file is a pytest process of its own. With
+FILE, only files of the list whose path contains it run, in the order in which FILEs are given. --on-cpu: tensors are
+made on the CPU, where no file of the all-reduce runs. --limit ends a file after this many seconds, which counts as an
+error; outcomes of its tests until then are counted. FOLDER has for each file a log and a .tsv with a line for each
+test (outcome, id, reason), both written as the tests run.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "tests/moe/test_trtllm_gen_fused_moe_routing_renormalize_fp8.py": (),
     "tests/moe/test_cute_dsl_fused_moe.py": (),
     "tests/moe/test_monomoe.py": (),
+    "tests/model_optimizations/test_dsv3_fused_routing.py": (),
     "tests/gemm/test_mm_mxfp8.py": (),
     "tests/gemm/test_unified_gemm_fuzz.py": (),
     "tests/utils/test_fp4_quantize.py": (),
@@ -53,14 +54,27 @@ FILES: dict[str, tuple[str, ...]] = {
     "tests/comm/test_allreduce_unified_api.py": ("ranks",),
     "tests/comm/test_allreduce_negative.py": ("ranks",),
 }
+# sgl-kernel's test files in a checkout of SGLang. Tests of per-token quantisers compare functions of SGLang that do not
+# call sgl_kernel.
+SGLANG_FILES: dict[str, tuple[str, ...]] = {
+    "sgl-kernel/tests/test_moe_topk_softmax.py": (),
+    "sgl-kernel/tests/test_moe_topk_sigmoid.py": (),
+    "sgl-kernel/tests/test_moe_fused_gate.py": (),
+    "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py": (),
+}
 # The order of the counts in the output.
 KINDS = ("passed", "failed", "error", "not served", "its own skips", "expected")
 
 
+def is_sglang(checkout: Path) -> bool:
+    return (checkout / "sgl-kernel" / "tests").is_dir()
+
+
 def environment(checkout: Path) -> dict[str, str]:
-    paths = [HERE / "stand_in", HERE, checkout]
+    # The package of SGLang's checkout needs a build, so the installed one is taken.
+    folders = [HERE / "stand_in_sglang", HERE] if is_sglang(checkout) else [HERE / "stand_in", HERE, checkout]
     before = os.environ.get("PYTHONPATH")
-    path = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+    path = os.pathsep.join([*map(str, folders), *([before] if before else [])])
     # Options of a pytest around this one do not belong to the checkout's.
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return own | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -77,6 +91,8 @@ def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, 
     rank."""
     stem = out.resolve() / Path(file).stem
     command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-q", "-rfEs"]
+    if is_sglang(checkout):
+        command += ["-p", "sgl_kernel_served"]
     command += ["--import-mode=importlib", "--tb=short", f"--rootdir={checkout}", str(checkout / file), *arguments]
     processes = []
     late = False
@@ -125,10 +141,10 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def chosen(parts: list[str]) -> list[str]:
+def chosen(files: dict[str, tuple[str, ...]], parts: list[str]) -> list[str]:
     """Returns files of the list whose path contains one of the parts, in the order of the parts; all files without
     parts."""
-    return list(dict.fromkeys(file for part in parts or [""] for file in FILES if part in file))
+    return list(dict.fromkeys(file for part in parts or [""] for file in files if part in file))
 
 
 def words(counts: Counter[str]) -> str:
@@ -146,18 +162,19 @@ def main() -> int:
     extra = own[own.index("--") + 1 :] if "--" in own else []
     given = parser.parse_intermixed_args(own[: own.index("--")] if "--" in own else own)
     checkout = given.checkout.resolve()
-    if not (checkout / "tests" / "conftest.py").is_file():
-        parser.error(f"{checkout}: expected a checkout of flashinfer with its tests/")
+    files = SGLANG_FILES if is_sglang(checkout) else FILES
+    if files is FILES and not (checkout / "tests" / "conftest.py").is_file():
+        parser.error(f"{checkout}: expected a checkout of flashinfer with its tests/, or of SGLang")
     gpus = torch.cuda.device_count()
     given.out.mkdir(parents=True, exist_ok=True)
     total: Counter[str] = Counter()
-    for file in chosen(given.files):
+    for file in chosen(files, given.files):
         comm = file.startswith("tests/comm/")
         if not (checkout / file).is_file() or (comm and (given.on_cpu or gpus < 2)):
             why = "needs two GPUs" if comm and (checkout / file).is_file() else "is not in this checkout"
             print(f"{file}: {why}", flush=True)
             continue
-        ranks = min(gpus, 2) if "ranks" in FILES[file] else 1
+        ranks = min(gpus, 2) if "ranks" in files[file] else 1
         arguments = extra + (["--on-cpu"] if given.on_cpu else [])
         start = time.monotonic()
         counts = run(checkout, file, ranks, arguments, given.out, given.limit)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import flashinfer_served as served
 import pytest
 import torch
+
+try:
+    import flashinfer_served as served
+except ModuleNotFoundError:  # the tests of another project
+    served = None
 
 HERE = Path(__file__).parent
 # Tests of calls that flashinfer has for Blackwell, and oxmoe for every device: they are told that they run on
@@ -76,6 +82,10 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in _WITHOUT_EFFECT:
         setattr(torch.cuda, name, _nothing)
     torch.set_default_device = _nothing
+    # Compiled references would look for the GPU that there is not.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    if (dynamo := sys.modules.get("torch._dynamo.config")) is not None:
+        dynamo.disable = True  # type: ignore[attr-defined]
     torch.Generator = _Generator  # type: ignore[misc]
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
@@ -119,14 +129,40 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _tell(name: str) -> None:
+    if served is None:
+        return
     anywhere = any(matches(pattern, name) for pattern in ON_EVERY_DEVICE)
     served.capability = (10, 0) if anywhere else torch.cuda.get_device_capability()
 
 
+class _Told:
+    """A device's properties, with the capability that a file is told as it is imported."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.major, self.minor = served.capability
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+
+_properties: list[Any] = []
+
+
 def pytest_collectstart(collector: pytest.Collector) -> None:
     # A test file may ask for the capability as it is imported.
-    if isinstance(collector, pytest.Module):
-        _tell(collector.nodeid)
+    if served is None or not isinstance(collector, pytest.Module):
+        return
+    _tell(collector.nodeid)
+    if not _properties:
+        _properties.append(torch.cuda.get_device_properties)
+    real = _properties[0]
+    torch.cuda.get_device_properties = lambda device=None: _Told(real(device))  # type: ignore[assignment,return-value]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if _properties:
+        torch.cuda.get_device_properties = _properties.pop()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

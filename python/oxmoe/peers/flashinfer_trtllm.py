@@ -25,6 +25,7 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
 from oxmoe.peers.flashinfer_trtllm_routing import (
     by_ids,
     by_logits,
+    check_dtype,
     check_experts,
     finalized,
     of_local_experts,
@@ -201,6 +202,7 @@ def _run(
 ) -> Any:
     """Runs the layer. `routing` has the options of `moe` that route its tokens."""
     check_tensor("hidden_states", hidden_states, "T", "H")
+    check_dtype("hidden_states", hidden_states, "float8_e4m3fn", "bfloat16")
     if weights is not None and not isinstance(weights, ExpertWeights):
         raise ValueError(f"weights: expected ExpertWeights, got {type(weights).__name__}")
     quantization = int(fp8_quantization_type)
@@ -227,6 +229,8 @@ def _run(
         return run(moe, x, weights, routing, x_scale=x_scale, out=output, workspace_buffer=workspace_buffer)
     for name, gemm in zip(_GEMMS, gemms, strict=True):
         check_tensor(name, gemm)
+    for at in (0, 2):
+        check_dtype(_GEMMS[at], gemms[at], "float8_e4m3fn")
     if gemms[0].ndim:
         check_experts("gemm1_weights", gemms[0].shape[0], local_num_experts)
     of_experts: dict[str, Any] = dict(zip(("alpha", "beta", "limit", "b13", "b2"), (*activation, *biases), strict=True))

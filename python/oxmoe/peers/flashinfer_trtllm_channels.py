@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.operands import check_tensor
-from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
+from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, halves, unshuffled
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids, finalized
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, check_dtype, finalized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,8 +48,7 @@ def prepare_trtllm_fp8_per_channel_scale_moe(
     }
     for name, (scale, shape) in shapes.items():
         check_tensor(name, scale)
-        if name_of(scale.dtype) != "float32":
-            raise ValueError(f"{name}: expected dtype float32, got {name_of(scale.dtype)}")
+        check_dtype(name, scale, "float32")
         if tuple(scale.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(scale.shape)}")
     if (function := activation_of(activation_type)) in ("Situ", "SwigluStep"):
@@ -181,17 +180,15 @@ def _per_channel(
     weights: ExpertWeights | None,
 ) -> Any:
     check_tensor("hidden_states", hidden_states, "T", "H")
-    if name_of(hidden_states.dtype) != "float8_e4m3fn":
-        raise ValueError(f"hidden_states: expected dtype float8_e4m3fn, got {name_of(hidden_states.dtype)}")
+    check_dtype("hidden_states", hidden_states, "float8_e4m3fn")
     check_tensor("hidden_states_scale", hidden_states_scale)
+    check_dtype("hidden_states_scale", hidden_states_scale, "float32")
     tokens = hidden_states.shape[0]
-    if name_of(hidden_states_scale.dtype) != "float32":
-        raise ValueError(f"hidden_states_scale: expected dtype float32, got {name_of(hidden_states_scale.dtype)}")
     if tuple(hidden_states_scale.shape) != (tokens, 1):
         raise ValueError(f"hidden_states_scale: expected shape [{tokens}, 1], got {list(hidden_states_scale.shape)}")
     routing = {**routing, "apply_router_weight_on_input": bool(use_routing_scales_on_input)}
     return layer(
         function, routing, hidden_states, hidden_states_scale, weights, prepare_trtllm_fp8_per_channel_scale_moe,
         owners, {"activation_type": activation_of(activation_type)}, experts=experts, refused={},
-        output=None, workspace_buffer=workspace_buffer,
+        output=None, workspace_buffer=workspace_buffer, dtype="float8_e4m3fn",
     )  # fmt: skip

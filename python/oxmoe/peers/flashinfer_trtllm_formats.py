@@ -24,6 +24,7 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
 from oxmoe.peers.flashinfer_trtllm_routing import (
     by_ids,
     by_logits,
+    check_dtype,
     check_experts,
     finalized,
     of_local_experts,
@@ -82,12 +83,13 @@ def layer(
     output: Tensor | None,
     workspace_buffer: Tensor | None = None,
     copies: bool = True,
+    dtype: str | None = None,
 ) -> Any:
     """Runs the layer of weights that were prepared, or that `make` makes of `owners` and `options`.
 
     experts: num_experts, local_expert_offset, local_num_experts. refused: name of each argument that is not served ->
     whether the caller uses it. workspace_buffer: a buffer that is large enough is the workspace. copies: `make` copies
-    the owners, and its result is kept while they live.
+    the owners, and its result is kept while they live. dtype: that of gemm1_weights, checked before their shape.
     """
     if any(refused.values()):
         given = ", ".join(name for name, used in refused.items() if used)
@@ -101,6 +103,8 @@ def layer(
         if tracing():
             raise NotImplementedError(f"{function}: under torch.compile prepare the weights before and pass weights=")
         check_tensor("gemm1_weights", owners[0])
+        if dtype is not None:
+            check_dtype("gemm1_weights", owners[0], dtype)
         check_experts("gemm1_weights", owners[0].shape[0] if owners[0].ndim else 0, experts[2])
         if copies:
             tensors = {name: value for name, value in options.items() if hasattr(value, "untyped_storage")}
@@ -279,7 +283,7 @@ def _bf16(
     return layer(
         function, routing, hidden_states, None, weights, prepare_trtllm_bf16_moe, (gemm1_weights, gemm2_weights),
         {**form, **options}, experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
-        copies=form["use_shuffled_weight"] or form["weight_layout"] == BLOCK_MAJOR_K,
+        copies=form["use_shuffled_weight"] or form["weight_layout"] == BLOCK_MAJOR_K, dtype="bfloat16",
     )  # fmt: skip
 
 
@@ -484,5 +488,5 @@ def _per_tensor(
     one = torch.ones(1, dtype=torch.float32, device=hidden_states.device)
     return layer(
         function, routing, hidden_states, one, weights, prepare_trtllm_fp8_per_tensor_scale_moe, owners, options,
-        experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
+        experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer, dtype="float8_e4m3fn",
     )  # fmt: skip

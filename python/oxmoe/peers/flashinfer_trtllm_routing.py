@@ -9,6 +9,7 @@ from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
 from oxmoe.operands import check_tensor
 from oxmoe.peers.expert_ranks import by_rank, check_part
+from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
 from oxmoe.peers.workspace_buffer import if_it_fits, with_workspace
 
@@ -30,6 +31,8 @@ _METHODS = (
 )
 
 
+# The function under a name that no parameter of flashinfer's has.
+_choose = topk
 # Options of `run` that do not choose experts.
 _AFTER_ROUTING = ("routed_scaling_factor", "apply_router_weight_on_input", "unfinalized")
 
@@ -89,6 +92,11 @@ def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing
         return {**routing, "router_logits": routing_logits}
     scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
     chosen, ids = topk(routing_logits, routing.pop("top_k"), **routing)
+    _record(routing_replay_out, ids)
+    return {"topk_weights": chosen, "topk_ids": ids, **scale}
+
+
+def _record(routing_replay_out: Tensor, ids: Tensor) -> None:
     check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
     if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
         raise ValueError(
@@ -96,7 +104,6 @@ def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing
             f"{tuple(routing_replay_out.shape)}"
         )
     routing_replay_out[: ids.shape[0]].copy_(ids)
-    return {"topk_weights": chosen, "topk_ids": ids, **scale}
 
 
 def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, Any]:
@@ -184,6 +191,61 @@ def of_local_experts(
     return {**routing, "topk_ids": ids, "ep_size": 1, "ep_rank": 0, **ranks}
 
 
+def check_dtype(operand: str, tensor: Tensor, *expected: str) -> None:
+    """Raises ValueError for another dtype. It comes before checks of shapes: flashinfer, too, names it first."""
+    if (got := name_of(tensor.dtype)) not in expected:
+        raise ValueError(f"{operand}: expected dtype {' or '.join(expected)}, got {got}")
+
+
 def check_experts(operand: str, held: int, expected: int) -> None:
     if held != expected:
         raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
+
+
+def fused_topk_deepseek(
+    scores: Tensor,
+    bias: Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    routed_scaling_factor: float,
+    topk_values: Tensor,
+    topk_indices: Tensor,
+    launch_with_pdl: bool = True,
+    routing_replay_out: Tensor | None = None,
+    *,
+    backend: str = "default",
+) -> None:
+    """flashinfer's call: the routing of DeepSeek-V3, written to topk_values [T, topk] and topk_indices int32 [T, topk].
+
+    scores: router logits fp32, bf16 or f16 [T, E]. Chosen are the largest sigmoid(scores) + bias in the topk_group best
+    of n_group groups; the values are their sigmoids over their sum, times routed_scaling_factor, in fp32 and then in
+    the dtype of topk_values, which is that of scores. bias [E]: of any float dtype. routing_replay_out int16
+    [>= T, topk] gets the ids, too. It takes what `oxmoe.topk` takes; launch_with_pdl has no meaning, and backend "cake"
+    is refused.
+    """
+    if backend != "default":
+        raise NotImplementedError(f'backend: no kernel for {backend!r}; served is "default"')
+    for name, tensor in (("scores", scores), ("topk_values", topk_values), ("topk_indices", topk_indices)):
+        check_tensor(name, tensor, "T", "E" if name == "scores" else "topk")
+    check_tensor("bias", bias)
+    check_dtype("topk_values", topk_values, name_of(scores.dtype))
+    check_dtype("topk_indices", topk_indices, "int32")
+    shape = scores.shape[0], topk
+    for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
+    values, ids = _choose(
+        scores,
+        topk,
+        scoring_func="sigmoid",
+        correction_bias=bias.float(),
+        routed_scaling_factor=routed_scaling_factor,
+        apply_routed_scaling_factor_on_output=True,
+        **groups,
+    )
+    if routing_replay_out is not None:
+        _record(routing_replay_out, ids)
+    topk_values.copy_(values)
+    topk_indices.copy_(ids)

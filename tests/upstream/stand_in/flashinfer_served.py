@@ -18,6 +18,7 @@ import oxmoe.quantize
 from oxmoe import AllReduceFusionPattern as _Pattern
 from oxmoe.allreduce import trtllm
 from oxmoe.peers import flashinfer_hopper
+from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, situ_options
 
 # The GPU's capability, which tests ask for before they call. The plug-in sets it for each test file.
 capability = (9, 0)
@@ -245,6 +246,19 @@ def nvfp4_e4m3_max(nvfp4_4over6_config: NVFP44Over6Config | None = None) -> floa
     return 448.0 if nvfp4_4over6_config is None else float(nvfp4_4over6_config.e4m3_max)
 
 
+def cute_dsl_activation(activation_type: Any, supported: Any = None, **options: Any) -> tuple[ActivationType, bool]:
+    """The activation of the CuTe DSL layers, and whether it has a gate."""
+    kind = ActivationType(int(activation_type))
+    if kind.name not in ("Swiglu", "GegluTanh", "Relu2", "ClampedRelu2"):
+        raise ValueError(f"unsupported activation_type: {kind!r}")
+    return kind, kind.is_gated
+
+
+def check_situ(activation: Any, situ_beta: float | None, situ_linear_beta: float | None) -> None:
+    """The checks of the numbers of SiTU, in oxmoe's words."""
+    situ_options(ActivationType(int(activation)).name, situ_beta, situ_linear_beta, (1.0, 0.0, FP32_MAX))
+
+
 class LibraryError(Exception):
     """An error of a library of NVIDIA's, which tests catch."""
 
@@ -300,6 +314,11 @@ NAMES: dict[str, Any] = {
     "WeightLayout": WeightLayout,
     "is_gated_activation": lambda activation: ActivationType(activation).is_gated,
     "LibraryError": LibraryError,
+    "normalize_cute_dsl_moe_activation_type": cute_dsl_activation,
+    "validate_cute_dsl_moe_situ_config": check_situ,
+    "DEFAULT_SWIGLU_ALPHA": 1.0,
+    "DEFAULT_SWIGLU_BETA": 0.0,
+    "DEFAULT_SWIGLU_LIMIT": torch.finfo(torch.float32).max,
     "AutoTuner": AutoTuner,
     "autotune": lambda *args, **kwargs: contextlib.nullcontext(),
     "get_compute_capability": get_compute_capability,
