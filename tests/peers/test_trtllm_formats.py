@@ -360,7 +360,7 @@ def test_situ(device: str, rng: torch.Generator) -> None:
 
 def test_situ_of_nvfp4_is_the_layers(device: str, rng: torch.Generator) -> None:
     _, given, _ = nv(device, torch.Generator().manual_seed(3))
-    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(3), a4=True)
+    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(3))
     own = (made.w13, made.w2, made.w13_scale, made.w2_scale, made.w13_global[:, 0].contiguous(), made.w2_global)
     numbers = {"situ_beta": 4.0, "situ_linear_beta": 25.0}
     weights = oxmoe.ExpertWeights.nvfp4(
@@ -425,7 +425,7 @@ def test_step_of_nvfp4(device: str, rng: torch.Generator) -> None:
     flashinfer's own preparation gives, changes nothing."""
     seed = int(torch.randint(1 << 20, (), generator=rng))
     weights, given, _ = nv(device, torch.Generator().manual_seed(seed))
-    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(seed), a4=True)
+    made: Any = make_nvfp4(SHAPE, torch.Generator().manual_seed(seed))
     of_sums = made.w13_global[:, 0].contiguous()
     own = (made.w13, made.w2, made.w13_scale, made.w2_scale, of_sums, made.w2_global)
     hidden, tokens = tokens_of("nvfp4", 9, device, rng)
