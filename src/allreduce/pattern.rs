@@ -49,7 +49,14 @@ pub fn of(number: i64) -> Option<&'static Pattern> {
 /// The patterns that are served. In the MoE patterns every output is optional. MXFP8 is made of norm_out after the call, but ranks of one
 /// call have one pattern, so it has its own rows.
 pub const PATTERNS: [Pattern; 14] = [
-    Pattern { number: 0, name: "kAllReduce", source: Source::Input, norm: false, norm_out: false, narrow: Narrow::None },
+    Pattern {
+        number: 0,
+        name: "kAllReduce",
+        source: Source::Input,
+        norm: false,
+        norm_out: false,
+        narrow: Narrow::None,
+    },
     plain(1, "kARResidualRMSNorm", true, Narrow::None),
     plain(2, "kARResidualRMSNormFP8Quant", false, Narrow::Fp8),
     plain(3, "kARResidualRMSNormFP4Quant", false, Narrow::Nvfp4),
