@@ -53,11 +53,15 @@ class Steps:
 
 
 def run(layer: Fp8 | Fp8Tensor, kind: str, x: Tensor, weights: Tensor, ids: Tensor) -> Steps:
+    """Runs a layer in separate launches, whose steps stay in the workspace: one launch leaves none there. Behind the
+    tokens follow eight without experts, too many for one launch."""
     shape, (tokens, top_k) = layer.shape, ids.shape
-    made = layer.weights() if isinstance(layer, Fp8) else layer.weights(kind)
-    workspace = make_workspace(oxmoe.workspace_bytes(made, tokens, top_k), x.device)
-    out = oxmoe.moe(x, made, weights, ids, workspace=workspace)
-    sizes = shape.experts, top_k, shape.hidden, shape.intermediate, tokens
+    made, rows = layer.weights() if isinstance(layer, Fp8) else layer.weights(kind), tokens + 8
+    x, weights = (torch.cat([part, part.new_zeros((8, part.shape[1]))]) for part in (x, weights))
+    ids = torch.cat([ids, ids.new_full((8, top_k), -1)])
+    workspace = make_workspace(oxmoe.workspace_bytes(made, rows, top_k), x.device)
+    out = oxmoe.moe(x, made, weights, ids, workspace=workspace)[:tokens]
+    sizes = shape.experts, top_k, shape.hidden, shape.intermediate, rows
     text = oxmoe.explain(*sizes, format=made.format, gated=shape.gated, arch="cpu")
     parts = (line.split() for line in text.splitlines() if " + " in line)
     ranges = {name: slice(int(start), int(start) + int(size)) for start, _, size, name in parts}

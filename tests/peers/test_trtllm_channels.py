@@ -11,6 +11,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import make_routing, tie_free_logits
+from fp8_cases import TENSOR_NORM
 from oxmoe.peers import flashinfer_trtllm_formats
 from oxmoe.testing import same_bits
 from trtllm_layouts import shuffle
@@ -99,7 +100,8 @@ def sizes(**others: Any) -> dict[str, Any]:
     return {**given, "use_routing_scales_on_input": False, **others}
 
 
-def close(result: Tensor, expected: Tensor, bar: float = 8e-3) -> None:
+def close(result: Tensor, expected: Tensor, bar: float = TENSOR_NORM) -> None:
+    """A sum that lies between two bf16 numbers may be a row's largest, and then decides all of its e4m3 codes."""
     assert result.dtype == torch.bfloat16 and result.shape == expected.shape
     if expected.numel():
         assert float((result.cpu().double() - expected).norm()) < bar * float(expected.norm())
@@ -193,8 +195,8 @@ def test_without_finalize(device: str, rng: torch.Generator) -> None:
     pair = ids.to(device), gates.to(device)
     rows, factors, places = oxmoe.trtllm_fp8_per_channel_scale_routed_moe(pair, **given, **sizes(), do_finalize=False)
     assert torch.equal(places.cpu(), torch.arange(27, dtype=torch.int32))
-    total = (rows.double().view(9, K, H) * factors.double()[..., None]).sum(1).cpu()
-    assert float((total - truth(layer, x, scale, gates, ids, "Swiglu")).norm()) < 8e-3 * float(total.norm())
+    total = (rows.double().view(9, K, H) * factors.double()[..., None]).sum(1)
+    close(total.bfloat16(), truth(layer, x, scale, gates, ids, "Swiglu"))
 
 
 def test_refusals(rng: torch.Generator) -> None:

@@ -322,6 +322,9 @@ static void ld_shared_v4_b32(uint32_t& x, uint32_t& y, uint32_t& z, uint32_t& w,
     const uint8_t* p = at(from, 16);
     memcpy(&x, p, 4), memcpy(&y, p + 4, 4), memcpy(&z, p + 8, 4), memcpy(&w, p + 12, 4);
 }
+static void ld_shared_v2_b32(uint32_t& x, uint32_t& y, uint32_t from) {
+    memcpy(&x, at(from, 8), 4), memcpy(&y, at(from, 8) + 4, 4);
+}
 static void ld_shared_v2_f32(float& x, float& y, uint32_t from) {
     memcpy(&x, at(from, 8), 4), memcpy(&y, at(from, 8) + 4, 4);
 }
