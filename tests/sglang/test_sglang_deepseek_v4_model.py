@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from oxmoe.sglang import layers, setting
+
 pytest.importorskip("sglang")
 
 from sglang.srt.layers.moe import topk as sglang_topk
@@ -20,13 +22,22 @@ from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from cases import Shape, make_x
 from deepseek_v4_cases import CHECKPOINT, close, config, drawn, expected, layer_of, tensors_of
-from sglang_server import installed, only_cores, server
+from sglang_server import ADAPTER, VERSION, installed, only_cores, server
 from test_sglang_fp8 import forward
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     installed()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Looks at layers as a server with oxmoe does: so a layer knows its block, and what that does with the result."""
+    monkeypatch.setenv(setting.SETTING, "moe")
+    layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
+    yield
+    layers.unwatch()
 
 
 # Older releases have this score in another function.
@@ -170,7 +181,7 @@ def checkpoint_of(number: int, blocks: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @only_cores
-@pytest.mark.usefixtures("in_torch")
+@pytest.mark.usefixtures("in_torch", "watched")
 def test_the_models_moe_blocks(rng: torch.Generator) -> None:
     """SGLang's model loads a checkpoint, then runs gate, router (a table of ids in layer 0), dispatcher and experts."""
     shape = Shape("v4-block", 64, 6, 256, 64)
