@@ -36,7 +36,7 @@ pub const MXFP4_E4M3: Kernels<GroupedGemmParams> = Kernels::new(Row {
     ..GEMM.row
 });
 
-/// A layer of a token or two with packed weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a ring of
+/// A layer of few tokens with packed weights in one launch, with the routing inside. `warps` warps multiply. Four of them share a ring of
 /// `stages` stages of `blocks` K blocks of 64 rows. Four more warps help. `experts`: most local experts, and most with a router logit.
 pub const LAYER: Kernels<RoutedLayerParams> = Kernels::new(Row {
     arguments: &[

@@ -32,8 +32,8 @@ pub struct Routed {
     pub top_k: i64,
     /// Experts with a router logit, and their groups. None if ids and weights are given.
     pub logits: Option<Logits>,
-    /// Whether routing may be part of the layer's launch (csrc/moe/routed_layer_sm90.cuh). It may if weights are made of the chosen logits
-    /// alone and multiply GEMM2's rows.
+    /// Whether routing may be part of the layer's launch (csrc/moe/few_slots.cuh). It may if weights are given, or made of the chosen logits
+    /// alone, and if they multiply GEMM2's rows.
     pub routes_inside: bool,
 }
 
