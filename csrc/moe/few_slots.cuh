@@ -1,6 +1,6 @@
-// Routing of a few tokens by one CTA for itself, in shared memory: top-k or given ids, places, and one tile for each expert that has
-// slots. Every CTA that needs the tables makes them, so nothing goes through global memory, and no launch stands before the GEMMs.
-// Ids, weights and places are the same as Route's.
+// Routing of a few tokens by one CTA for itself, in shared memory: top-k or given ids, places, and one tile for each expert that
+// has slots. Every CTA that needs the tables makes them, so nothing goes through global memory, and no launch stands before the
+// GEMMs. Ids, weights and places are the same as Route's.
 //
 // Given ids may name an expert several times for one token. Such an expert has several tiles, each of which has a token once.
 #pragma once
@@ -13,8 +13,8 @@
 
 namespace oxmoe {
 
-// The tables in shared memory. There are at most kMostTokens tokens, kMost slots and `Experts` local experts, and at most 32 slots
-// a token.
+// The tables in shared memory. There are at most kMostTokens tokens, kMost slots and `Experts` local experts, and at most 32
+// slots a token.
 template <int Experts>
 struct FewSlotsOf {
     static constexpr int kMost = 64, kMostTokens = 8, kMostExperts = Experts, kPerLane = kMostExperts / 32;
@@ -49,8 +49,8 @@ struct FewSlotsOf {
         return place == kNone ? -1 : int(place);
     }
 
-    // The first `Threads` threads of the CTA call this, at least 32 kMostTokens of them; it has two barriers, and a third one if ids
-    // repeat. kPlain is Selector's. If there are no logits, `select.ids` and `select.weights` are given.
+    // The first `Threads` threads of the CTA call this, at least 32 kMostTokens of them; it has two barriers, and a third one if
+    // ids repeat. kPlain is Selector's. If there are no logits, `select.ids` and `select.weights` are given.
     template <int Threads, bool kPlain = true>
     __device__ __forceinline__ void route(const RoutedLayerParams& p) {
         const SelectParams& select = p.select;

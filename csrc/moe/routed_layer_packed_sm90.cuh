@@ -1,5 +1,5 @@
-// A whole layer of few tokens and packed weights of four bits in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. `Form`
-// is the packed form of the weights, such as mxfp4::Form.
+// A whole layer of few tokens and packed weights of four bits in one launch, for Hopper: routing, GEMM1, GEMM2 and combine.
+// `Form` is the packed form of the weights, such as mxfp4::Form.
 //
 // This is RoutedLayerSm90 for packed weights, with other units. Four warps, a quad, take a unit and share a ring of stages, into
 // which a helper warp copies codes and scales in bulk: a consumer issues no copy. A unit is a block of 64 weight rows and all of
@@ -11,9 +11,9 @@
 // half and wait when this one ends.
 //
 // The warps are consumers, the first 8 of which route, and 4 helpers. Helpers copy tokens, mark outputs absent, copy weights
-// (one for each quad) and combine. Consumers copy GEMM1's results, as soon as they are there. Sums, their K order and rounding are
-// GroupedGemmPackedSm90's and Combine's, and so are the bits. The other parts are RoutedLayerSm90's, which also says why CTAs may
-// wait for each other.
+// (one for each quad) and combine. Consumers copy GEMM1's results, as soon as they are there. Sums, their K order and rounding
+// are GroupedGemmPackedSm90's and Combine's, and so are the bits. The other parts are RoutedLayerSm90's, which also says why CTAs
+// may wait for each other.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -47,7 +47,7 @@ struct RoutedLayerPackedSm90 {
     static constexpr int kRingBytes = kStages * kStageBytes;
     static constexpr int kGroups = 4 / Form::kGroupSteps;                     // groups of a block's K that have a scale each
     static constexpr int kFactors = Gated && Form::kFactorsOfHalves ? 2 : 1;  // factors of an expert
-    static constexpr int kTiles = 2;  // tiles of a CTA's units of GEMM2
+    static constexpr int kTiles = 2;                                          // tiles of a CTA's units of GEMM2
     static constexpr int kSharedBytes = 113 * 1024;
 
     struct alignas(128) Shared {
@@ -91,12 +91,8 @@ struct RoutedLayerPackedSm90 {
 
 private:
     static __device__ __forceinline__ int divide(int n, int d) { return layer_parts::divide(n, d); }
-    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) {
-        return (p.k + kBlockK - 1) / kBlockK;
-    }
-    static __device__ __forceinline__ int row_tiles(const GroupedGemmParams& p) {
-        return (p.rows + kBlockRows - 1) / kBlockRows;
-    }
+    static __device__ __forceinline__ int k_blocks(const GroupedGemmParams& p) { return (p.k + kBlockK - 1) / kBlockK; }
+    static __device__ __forceinline__ int row_tiles(const GroupedGemmParams& p) { return (p.rows + kBlockRows - 1) / kBlockRows; }
     // Bytes after a CTA's tokens and after each of its tiles: they are read ahead of the last token's last block, and not used.
     static constexpr int kReadAhead = 64;
     // Bytes of a token in shared memory: an odd number of 16, so that 8 tokens lie in different banks.
@@ -407,7 +403,7 @@ private:
         if (helper < kQuads) copy_weights(p, shared, helper);
         if (waits) layer_parts::await_marks(counters, share, launch, &shared.marked);
         __syncwarp();
-        // NOTE: a helper without weights to copy is here before another CTA has marked its part, where the launch before left rows.
+        // NOTE: a helper without weights to copy comes here before other CTAs have marked their parts, which still hold old rows.
         sm90::barrier_wait(&shared.marked, 0);
         layer_parts::combine<Element>(p.combine, shared.slots, thread);
     }
@@ -427,8 +423,7 @@ private:
             const int half = narrow ? unit.number % 2 * (kCodeBytes / 2) : 0;  // where the half block begins in a block
             const int expert = __shfl_sync(0xFFFFFFFF, shared.slots.tile(unit.tile).expert, 0);
             const size_t first = size_t(expert * row_tiles(gemm) + row_tile) * blocks;
-            const uint8_t *codes = gemm.weights + first * kCodeBytes,
-                          *scales = gemm.block_scales + first * kScaleBytes;
+            const uint8_t *codes = gemm.weights + first * kCodeBytes, *scales = gemm.block_scales + first * kScaleBytes;
 #pragma unroll 1
             for (int block = 0; block < blocks; block += kBlocks) {
                 const int now = min(blocks - block, kBlocks);

@@ -88,7 +88,7 @@ class Schedule {
     const RouteParams& params_;
     Sum* warp_sums_ = reinterpret_cast<Sum*>(shared_words());
     int2* totals_ = reinterpret_cast<int2*>(shared_words() + kFixedBytes / 4 - 2);  // slots, tiles
-    ::int4* spans_ = reinterpret_cast<::int4*>(shared_words() + kFixedBytes / 4);       // first place, slots, first tile, tiles
+    ::int4* spans_ = reinterpret_cast<::int4*>(shared_words() + kFixedBytes / 4);   // first place, slots, first tile, tiles
     int2 total_, tiles_;                                                            // slots and tiles of this thread's experts
     Sum sum_;  // sum over all experts up to this thread's, in its warp
 
