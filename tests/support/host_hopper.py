@@ -49,7 +49,7 @@ struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
     Meeting all, warps[32], named[16];
-    uint8_t lanes[32][32][16];  // what a warp's lanes tell each other
+    uint8_t lanes[32][32][32];  // what a warp's lanes tell each other
 };
 struct Product {
     float* sums;
@@ -81,6 +81,8 @@ static std::vector<Fiber*> later;  // those of the next round
 static std::function<void()> body;
 static std::vector<uint32_t> unfinished;  // threads of launches
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
+// Called after each round, with whether nobody moved. Returns whether it has changed what fibers wait for.
+static std::function<bool(bool, Chance&)> meanwhile;
 
 static bool rows_may_end = false;  // inside a block of K
 static std::string failure;  // the first one
@@ -102,13 +104,16 @@ static void start() {
     go(scheduler);
 }
 static uint8_t* shared_memory() { return ctas[self->cta].shared; }
+// `who` is null if a thread comes without waiting for the others.
+static void join(Meeting& meeting, int threads, Fiber* who) {
+    meeting.there.push_back(who);
+    if (meeting.there.size() < threads) return;
+    std::copy_if(meeting.there.begin(), meeting.there.end(), std::back_inserter(later), [](Fiber* f) { return f; });
+    meeting.there.clear();
+}
 static void meet(Meeting& meeting, int threads) {
-    meeting.there.push_back(self);
     self->in_meeting = true;
-    if (meeting.there.size() == threads) {
-        later.insert(later.end(), meeting.there.begin(), meeting.there.end());
-        meeting.there.clear();
-    }
+    join(meeting, threads, self);
     change(self->place, scheduler);
 }
 // Lanes go together through a warp's instructions, and so through what one of them does for all.
@@ -193,6 +198,7 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
             REQUIRE(arrivals.empty());
             return;
         }
+        if (meanwhile && meanwhile(!moved, random)) moved = true;
         if (moved) continue;
         if (arrivals.empty()) return fail("nobody can go on");
         random.shuffle(arrivals);
