@@ -43,6 +43,7 @@ static uint32_t __float_as_uint(float x) { return bits_of(x); }
 static int __clz(uint32_t x) { return x ? __builtin_clz(x) : 32; }
 static int __ffs(uint32_t x) { return __builtin_ffs(x); }
 static int atomicAdd(int* to, int value) { return std::exchange(*to, *to + value); }
+static Index blockDim;
 struct Fiber;
 struct Meeting { std::vector<Fiber*> there; };
 struct Cta {
@@ -60,7 +61,7 @@ struct Product {
 };
 struct Copy { uint8_t* to; const void* from; size_t bytes; uint8_t seen[16]; };
 constexpr size_t kStack = 32 << 10;
-struct Launch { uint32_t grid, threads; std::function<void()> body; };
+struct Launch { uint32_t grid, threads; std::function<void()> body; uint32_t cluster = 1; };
 struct Fiber {
     const Launch* of;
     uint32_t launch, cta, block, thread;  // cta: of all launches
@@ -133,7 +134,7 @@ static std::array<T, 32> exchange(const T& value) {
 template <typename T>
 static T shuffle(T value, uint32_t from) { return self ? exchange(value)[from] : value; }  // outside of launches: alone
 template <typename T>
-static T __shfl_sync(uint32_t, T value, int lane) { return shuffle(value, lane); }
+static T __shfl_sync(uint32_t, T value, int lane) { return shuffle(value, lane & 31); }
 template <typename T>
 static T __shfl_xor_sync(uint32_t, T value, int mask) { return shuffle(value, threadIdx.x % 32 ^ mask); }
 template <typename T>
@@ -185,7 +186,8 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
                 later.push_back(fiber);
                 continue;
             }
-            self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->block, gridDim.x = fiber->of->grid;
+            self = fiber, threadIdx.x = fiber->thread, blockIdx.x = fiber->block;
+            gridDim.x = fiber->of->grid, blockDim.x = fiber->of->threads;
             fiber->condition = nullptr, fiber->in_meeting = false;
             change(scheduler, fiber->place);
             self = nullptr;

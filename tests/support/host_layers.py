@@ -17,12 +17,11 @@ from torch import Tensor
 from fake_cuda.harness import STRUCTS
 from host_hopper import base, body, build
 
-# The layers' code uses this beside the GEMMs of host_hopper.py.
-PRELUDE = r"""
+# Routing uses these functions beside host_hopper.py's. Some CTAs begin late, and copies arrive at any time.
+ROUTING = r"""
 #define __CUDACC__
 #define __shared__
 #define __noinline__
-static Index blockDim;
 struct uint2 { uint32_t x, y; };
 struct alignas(16) int4 { int x, y, z, w; };
 static int2 make_int2(int x, int y) { return {x, y}; }
@@ -107,6 +106,21 @@ static void begin() {
     const auto waits = [cta = self->cta] { return std::find(late.begin(), late.end(), cta) != late.end(); };
     if (waits()) ::wait([=] { return !waits(); });
 }
+static void begin_any_order(uint32_t ctas, uint32_t seed) {
+    Chance random{seed};
+    stores.clear(), late.clear(), meanwhile = between_rounds;
+    for (uint32_t cta = 0; cta < ctas; ++cta)
+        if (random.below(3) == 0) late.push_back(cta);
+}
+namespace oxmoe {
+static __half __ushort_as_half(uint16_t bits) { return {bits}; }
+static float __half2float(__half) { REQUIRE(!"f16"); return 0; }
+static float __bfloat162float(__nv_bfloat16 value) { return to_float(value); }
+}  // namespace oxmoe
+"""
+
+# The layers' code uses this, too.
+PRELUDE = r"""
 static void land_own() { land([](const Store& store) { return store.cta == self->cta; }); }
 template <typename T>
 static void store_later(void* to, const T& value) {
@@ -123,9 +137,6 @@ static T load_now_or_later(const T* from, Absent absent) {
 
 namespace oxmoe {
 struct __nv_bfloat162 { uint32_t bits; };
-static __half __ushort_as_half(uint16_t bits) { return {bits}; }
-static float __half2float(__half) { REQUIRE(!"f16"); return 0; }
-static float __bfloat162float(__nv_bfloat16 value) { return to_float(value); }
 static __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
     const auto larger = [](uint32_t x, uint32_t y) { return to_bf16(fmaxf(from_bf16(x), from_bf16(y))); };
     return {parts<16>(a.bits, b.bits, larger)};
@@ -265,12 +276,10 @@ static void add(const RoutedLayerParams* params, uint32_t grid) {
     launches.push_back({grid, Kernel::kThreads, run});
 }
 extern "C" const char* run_all(uint32_t seed) {
-    rows_may_end = true, chance = {seed}, meanwhile = between_rounds;
-    stores.clear(), late.clear();
     uint32_t ctas = 0;
     for (const Launch& one : launches) ctas += one.grid;
-    for (uint32_t cta = 0; cta < ctas; ++cta)
-        if (chance.below(3) == 0) late.push_back(cta);
+    rows_may_end = true, chance = {seed};
+    begin_any_order(ctas, seed);
     launch(std::exchange(launches, {}), seed);
     return failure.c_str();
 }
@@ -360,7 +369,7 @@ class HostLayers:
     arguments. `changed`: (text of csrc/, another one) for a kernel with a fault."""
 
     def __init__(self, folder: Path, kernels: dict[str, str], *changed: tuple[str, str]) -> None:
-        text = PRELUDE + base() + "".join(map(body, FILES))
+        text = ROUTING + PRELUDE + base() + "".join(map(body, FILES))
         for old, new in changed:
             assert text.count(old) == 1, old
             text = text.replace(old, new)

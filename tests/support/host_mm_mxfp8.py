@@ -16,7 +16,6 @@ from host_hopper import body, build
 
 PRELUDE = r"""
 struct uint2 { uint32_t x, y; };
-#define blockDim Index{self->of->threads}
 static float4 __ldcg(const float4* from) { return *from; }
 static float from_f16(uint32_t bits) {
     const float sign = bits & 0x8000 ? -1 : 1, m = bits & 0x3FF;
