@@ -16,7 +16,6 @@
 #include <cuda.h>
 
 #include "../common/absent.cuh"
-#include "../common/counter.cuh"
 #include "../common/fp8.cuh"
 #include "../common/wgmma_fp8.cuh"
 #include "few_slots.cuh"
@@ -86,10 +85,9 @@ struct RoutedLayerFp8Sm90 {
         __syncthreads();
         pdl::wait();
         pdl::launch_dependents();
-        constexpr uint32_t kLaunch = LayerCounters::kLaunch;
-        const uint32_t share = blockIdx.x == 0 ? kLaunch + 1 - gridDim.x : 1;
+        const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
-        if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / kLaunch;
+        if (threadIdx.x == 96) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
         // NOTE: x is loaded before routing and quantised after it.
         const Input input(p);
         Vectors vectors;
@@ -107,11 +105,7 @@ struct RoutedLayerFp8Sm90 {
             layer_parts::mark_absent(p.layer.up, p.select, threadIdx.x % 32, 32);
             layer_parts::mark_absent(p.layer.down, p.select, threadIdx.x % 32, 32);
             __syncwarp();
-            if (threadIdx.x == 96) {
-                counter::add_share(&counters.marked, share);
-                counter::wait_past(&counters.marked, (launch + 1) * kLaunch);
-                sm90::barrier_arrive(&shared.marked);
-            }
+            if (threadIdx.x == 96) layer_parts::await_marks(counters, share, launch, &shared.marked);
         }
     }
 
