@@ -68,6 +68,7 @@ struct Fiber {
     std::function<bool()> condition;  // of going on; none: it goes on
     bool in_meeting = false;  // a Meeting has it, and lists it for the next round when all are there
     bool over = false;
+    uint32_t cluster_waits = 0;
     std::deque<std::vector<Product>> groups;
     std::vector<Product> products;  // not committed
     std::vector<Copy> copies;
@@ -81,6 +82,7 @@ static Place scheduler;
 static std::vector<Fiber*> later;  // those of the next round
 static std::function<void()> body;
 static std::vector<uint32_t> unfinished;  // threads of launches
+static std::vector<uint32_t> cluster_arrivals;  // at the barrier of a cluster, in the place of its first CTA
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
 // Called after each round, with whether nobody moved. Returns whether it has changed what fibers wait for.
 static std::function<bool(bool, Chance&)> meanwhile;
@@ -156,6 +158,7 @@ static void launch(const std::vector<Launch>& all, uint32_t seed) {
     size_t threads = 0, cta = 0;
     for (const Launch& one : all) threads += one.grid * one.threads, cta += one.grid;
     ctas = std::vector<Cta>(std::exchange(cta, 0));
+    cluster_arrivals.assign(ctas.size(), 0);
     fibers = std::vector<Fiber>(threads);
     std::vector<Fiber*> order;
     for (const Launch& one : all) {
@@ -226,6 +229,17 @@ inline void wait() {
 }
 inline void launch_dependents() {}
 }  // namespace pdl
+namespace cluster {
+inline int size() { return self->of->cluster; }
+inline int rank() { return blockIdx.x % size(); }
+inline uint32_t first() { return self->cta - rank(); }  // of the cluster's CTAs
+inline void arrive() { ++cluster_arrivals[first()]; }
+inline void arrive_relaxed() { arrive(); }
+inline void wait() {
+    const uint32_t &arrived = cluster_arrivals[first()], all = ++self->cluster_waits * size() * self->of->threads;
+    ::wait([&arrived, all] { return arrived >= all; });
+}
+}  // namespace cluster
 namespace counter {
 inline int add(int* counter) { return (*counter)++; }
 inline void add_only(int* counter, int value = 1) { *counter += value; }
@@ -460,6 +474,21 @@ struct Wgmma {
     static_assert(std::is_same_v<Element, __nv_bfloat16>);
     static void multiply(float* d, uint64_t a, uint64_t b, bool keep) {
         self->products.push_back({d, N, a, b, keep, false});
+    }
+};
+// A lane brings of rows g and g + 8 columns 2 c, 2 c + 1, then those 8 after them; what it multiplies is its quad's.
+template <int N>
+struct WgmmaFromRegisters {
+    static void multiply(float* d, const uint32_t (&words)[4], uint64_t b) {
+        const auto all = exchange(std::to_array(words));
+        Product product{d, N, 0, b, true, false};
+        for (int half = 0; half < 2; ++half)
+            for (int k = 0; k < 16; ++k) {
+                const uint32_t word = all[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][half + k / 8 * 2];
+                product.rows[half][k] = from_bf16(word >> k % 2 * 16 & 0xFFFF);
+            }
+        product.has_rows = true;
+        self->products.push_back(product);
     }
 };
 inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { WgmmaE4m3<128>::multiply(d, a, b, false); }

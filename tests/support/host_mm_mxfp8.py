@@ -35,9 +35,6 @@ static void cvt_rn_f16x2_e4m3x2(uint32_t& pair, uint16_t codes) {
 }
 }  // namespace ptx
 
-static uint32_t cluster_ctas;
-static std::vector<uint32_t> cluster_arrivals, cluster_waits;  // of clusters, of threads
-
 namespace oxmoe {
 template <> uint32_t pack<__half>(float low, float high) { return to_f16(low) | to_f16(high) << 16; }
 template <> float2 unpack<__half>(uint32_t word) { return {from_f16(word & 0xFFFF), from_f16(word >> 16)}; }
@@ -51,17 +48,10 @@ inline void wait_for_in_warp(const int* counter, int value) {
 }  // namespace counter
 
 namespace cluster {
-inline int rank() { return blockIdx.x % cluster_ctas; }
-inline void arrive() { ++cluster_arrivals[blockIdx.x / cluster_ctas]; }
-inline void wait() {
-    const uint32_t& arrived = cluster_arrivals[blockIdx.x / cluster_ctas];
-    const uint32_t all = ++cluster_waits[self - fibers.data()] * cluster_ctas * self->of->threads;
-    ::wait([&arrived, all] { return arrived >= all; });
-}
 inline float4 load(const float4* local, int other) {
-    const uint32_t cta = self->cta - rank() + other;
-    const Fiber* first = &fibers[self - fibers.data() - self->thread + int64_t(other - rank()) * self->of->threads];
-    REQUIRE(std::any_of(first, first + self->of->threads, [](const Fiber& fiber) { return !fiber.over; }));
+    const uint32_t cta = first() + other;
+    const Fiber* fiber = &fibers[self - fibers.data() - self->thread + int64_t(other - rank()) * self->of->threads];
+    REQUIRE(std::any_of(fiber, fiber + self->of->threads, [](const Fiber& fiber) { return !fiber.over; }));
     return *reinterpret_cast<const float4*>(ctas[cta].shared + sm90::shared_address(local));
 }
 }  // namespace cluster
@@ -74,21 +64,6 @@ inline uint32_t turn_tile(uint32_t pair) {
     const auto element = [&](uint32_t row) { return all[row * 4 + column / 2] >> column % 2 * 16 & 0xFFFF; };
     return element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
 }
-// A lane brings of rows g and g + 8 columns 2 c, 2 c + 1, then those 8 after them; what it multiplies is its quad's.
-template <int N>
-struct WgmmaFromRegisters {
-    static void multiply(float (&d)[N / 2], const uint32_t (&words)[4], uint64_t b) {
-        const auto all = exchange(std::to_array(words));
-        Product product{d, N, 0, b, true, false};
-        for (int half = 0; half < 2; ++half)
-            for (int k = 0; k < 16; ++k) {
-                const uint32_t word = all[threadIdx.x % 32 / 4 * 4 + k % 8 / 2][half + k / 8 * 2];
-                product.rows[half][k] = from_bf16(word >> k % 2 * 16 & 0xFFFF);
-            }
-        product.has_rows = true;
-        self->products.push_back(product);
-    }
-};
 }  // namespace sm90
 }  // namespace oxmoe
 """
@@ -116,10 +91,10 @@ extern "C" const char* prepare(const MmMxfp8Params* p, uint32_t grid, uint32_t s
     extern "C" const char* name(const MmMxfp8Params* p, uint32_t tokens_grid, uint32_t grid, uint32_t seed) { \\
         using Kernel = oxmoe::MmMxfp8WideSm90<__VA_ARGS__>; \\
         static_assert(Kernel::kSharedBytes <= 227 << 10); \\
-        rows_may_end = true, cluster_ctas = p->splits; \\
-        cluster_arrivals.assign(grid, 0); \\
-        cluster_waits.assign(tokens_grid * MmMxfp8Tokens::kThreads + grid * Kernel::kThreads, 0); \\
-        launch({late(launch_of<MmMxfp8Tokens>(p, tokens_grid)), launch_of<Kernel>(p, grid)}, seed); \\
+        rows_may_end = true; \\
+        Launch gemm = launch_of<Kernel>(p, grid); \\
+        gemm.cluster = p->splits; \\
+        launch({late(launch_of<MmMxfp8Tokens>(p, tokens_grid)), gemm}, seed); \\
         return failure.c_str(); \\
     }
 // (CTA, tile, first, last) of every segment, CTA after CTA; how many there are.

@@ -23,23 +23,6 @@ static __half __float2half(float) { REQUIRE(!"f16"); return {}; }
 static __nv_bfloat16 __float2bfloat16(float value) { return {uint16_t(to_bf16(value))}; }
 
 namespace cluster {
-struct Barrier { uint32_t arrived = 0, phase = 0; };
-static std::vector<Barrier> barriers;  // of a cluster, at the number of its first CTA
-static std::vector<uint32_t> awaited;  // the phase that a thread waits for
-inline int size() { return self->of->cluster; }
-inline int rank() { return blockIdx.x % size(); }
-inline uint32_t first() { return self->cta - rank(); }
-inline void arrive_relaxed() {
-    const uint32_t threads = size() * blockDim.x, thread = self - fibers.data();
-    Barrier& barrier = barriers[first()];
-    awaited[thread] = barrier.phase + 1;
-    if (++barrier.arrived == threads) barrier.arrived = 0, ++barrier.phase;
-}
-inline void wait() {
-    const Barrier& barrier = barriers[first()];
-    const uint32_t phase = awaited[self - fibers.data()];
-    ::wait([&barrier, phase] { return barrier.phase >= phase; });
-}
 class Mailbox {
     uint64_t* barrier_;
 
@@ -86,9 +69,8 @@ static void add(uint32_t grid, uint32_t threads, uint32_t cluster, Run run) {
     launches.push_back({grid, threads, [=] { begin(), run(); }, cluster});
 }
 extern "C" const char* run_all(uint32_t seed) {
-    uint32_t ctas = 0, threads = 0;
-    for (const Launch& one : launches) ctas += one.grid, threads += one.grid * one.threads;
-    cluster::barriers.assign(ctas, {}), cluster::awaited.assign(threads, 0);
+    uint32_t ctas = 0;
+    for (const Launch& one : launches) ctas += one.grid;
     begin_any_order(ctas, seed);
     launch(std::exchange(launches, {}), seed);
     return failure.c_str();
