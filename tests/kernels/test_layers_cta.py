@@ -7,7 +7,6 @@ of warps and stores, a launch has the bits that it has alone, and these are near
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +38,20 @@ KERNELS = {
     "int4_gated_any": "RoutedLayerPackedSm90<true, int4::Form<false>, 8, 4, 4, 384, false>",
     "int4_plain_any": "RoutedLayerPackedSm90<false, int4::Form<false>, 8, 4, 4, 384, false>",
 }
+# Packed GEMMs: (format and gate, tokens, consumers, stages, blocks of a stage).
+PAIRS = {
+    f"{kind}_t{sizes[0]}": f"GroupedGemmPackedSm90<{gate}, {form}, {', '.join(map(str, sizes))}>"
+    for kind, gate, form, all_sizes in (
+        ("mxfp4_gated", "true", "mxfp4::Form", ((16, 1, 3, 5), (32, 3, 3, 5), (64, 4, 3, 4), (128, 3, 4, 2))),
+        ("mxfp4_plain", "false", "mxfp4::Form", ((192, 3, 5, 1),)),
+        ("nvfp4_gated", "true", "nvfp4::Form", ((16, 2, 3, 5), (80, 3, 4, 3))),
+        ("int4_gated", "true", "int4::Form<false>", ((48, 4, 3, 4),)),
+        ("int4_plain", "false", "int4::Form<false>", ((32, 2, 2, 5),)),
+    )
+    for sizes in all_sizes
+}
 LAUNCH = 1024  # what a launch adds to either of its counters
 GUARD = 3  # rows behind outputs that nobody may write
-ORDERS = 2  # orders of warps
 
 
 @dataclasses.dataclass
@@ -106,7 +116,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> HostLayers:
-    return HostLayers(tmp_path_factory.mktemp("layers_cta"), KERNELS)
+    return HostLayers(tmp_path_factory.mktemp("layers_cta"), KERNELS, pairs=PAIRS)
 
 
 class Matrix:
@@ -215,50 +225,64 @@ class Layer:
             rows=rows, k=k // (2 if self.case.form == "fp8" else 1), **others,
         )  # fmt: skip
 
-    def add(self, call: Call, grid: int) -> None:
+    def parts(self, call: Call, tables: dict[str, Tensor]) -> dict[str, Any]:
+        """Returns the parameters of GEMM1, GEMM2 and combine. `tables` is empty if a kernel makes them."""
         case = self.case
+        at = {name: tensor.data_ptr() for name, tensor in tables.items()}
+        tiles = {name: at[name] for name in ("tiles", "tile_count") if at}
         up = self.gemm(
             self.up, call.x, self.rows["inner"], self.biases[0], row_divisor=case.top_k, out_columns=case.intermediate,
-            activation=activation(SWIGLU if case.gated else RELU2),
+            activation=activation(SWIGLU if case.gated else RELU2), slot_of_place=at.get("slot_of_place", 0),
+            next_unit=at.get("next_unit", 0), **tiles,
         )  # fmt: skip
         down = self.gemm(
             self.down, self.rows["inner"], self.rows["rows"], self.biases[1], row_divisor=1, out_columns=case.hidden,
-            activation=activation(0),
+            activation=activation(0), **tiles,
         )  # fmt: skip
-        places, counters = {}, {}
-        if not case.routes:
-            tables = self.tables(call)
-            at = {name: tensor.data_ptr() for name, tensor in tables.items()}
-            up.tiles, up.tile_count, up.slot_of_place = at["tiles"], at["tile_count"], at["slot_of_place"]
-            places = {"place_of_slot": at["place_of_slot"]}
-            counters = {name: at[name] for name in ("tiles_done", "rows_done")}
-            counters["max_tiles"] = len(tables["tiles"])
         combine = STRUCTS["CombineParams"](
             y=self.rows["rows"].data_ptr(), weights=call.weights.data_ptr(), out=call.out.data_ptr(),
             tokens=case.tokens, top_k=case.top_k, hidden=case.hidden, scale=1.0, columns=2,
-            **places,
+            place_of_slot=at.get("place_of_slot", 0),
         )  # fmt: skip
+        return {"up": up, "down": down, "combine": combine}
+
+    def add(self, call: Call, grid: int) -> None:
+        """Adds the layer in one launch."""
+        case = self.case
+        tables = {} if case.routes else self.tables(call, 8)
+        counters = {name: tables[name].data_ptr() for name in ("tiles_done", "rows_done") if tables}
+        layer = STRUCTS["LayerParams"](**self.parts(call, tables), max_tiles=len(tables.get("tiles", ())), **counters)
         select = STRUCTS["SelectParams"](
             logits=0 if call.logits is None else call.logits.data_ptr(), logits_dtype=DTYPES[BF16], tokens=case.tokens,
             experts=case.all_experts, top_k=case.top_k, renormalize=True, scale=1.0,
             num_token_non_padded=0 if call.valid is None else call.valid.data_ptr(),
             ids=call.ids.data_ptr(), weights=call.weights.data_ptr(),
         )  # fmt: skip
-        layer = STRUCTS["LayerParams"](up=up, down=down, combine=combine, **counters)
-        self.kernels.add(
-            case.kernel, grid, layer=layer, select=select, ids_are_i64=case.ids == I64,
-            counters=self.counters.data_ptr(), experts=case.experts,
-            first_expert=case.experts if case.rank else 0, extra_rounds=1,
+        params = STRUCTS["RoutedLayerParams"](
+            layer=layer, select=select, ids_are_i64=case.ids == I64, counters=self.counters.data_ptr(),
+            experts=case.experts, first_expert=case.experts if case.rank else 0, extra_rounds=1,
         )  # fmt: skip
+        self.kernels.add(case.kernel, grid, params)
 
-    def tables(self, call: Call) -> dict[str, Tensor]:
-        """Returns the tables of slots and tiles, and the counters, that a kernel without routing gets."""
+    def add_pair(self, call: Call, grid: int, name: str, tile_tokens: int) -> None:
+        """Adds a launch of both GEMMs, and one of the combine."""
+        tables = self.tables(call, tile_tokens)
+        parts = self.parts(call, tables)
+        combine = parts.pop("combine")
+        pair = STRUCTS["GemmPairParams"](
+            **parts, tiles=tables["tiles"].data_ptr(), tile_tokens=tile_tokens, tile_step=16, wave=grid
+        )
+        self.kernels.add(name, grid, pair)
+        self.kernels.add("combine", 2, combine)
+
+    def tables(self, call: Call, most: int) -> dict[str, Tensor]:
+        """Returns the tables of slots, of tiles of at most `most` slots, and the counters."""
         case, first = self.case, self.case.experts if self.case.rank else 0
-        local = torch.where(call.ids.flatten() >= first, call.ids.flatten() - first, -1)
+        local = torch.where(call.ids.flatten() >= first, call.ids.flatten() - first, -1).int()
         order = [slot for expert in range(case.experts) for slot in torch.nonzero(local == expert).flatten().tolist()]
         tiles: list[list[int]] = []
         for place, slot in enumerate(order):
-            if not tiles or tiles[-1][0] != int(local[slot]) or tiles[-1][2] == 8:
+            if not tiles or tiles[-1][0] != int(local[slot]) or tiles[-1][2] == most:
                 tiles.append([int(local[slot]), place, 0, 0])
             tiles[-1][2] += 1
         place_of_slot = torch.full_like(local, -1)
@@ -266,45 +290,82 @@ class Layer:
         tables = {
             "tiles": torch.tensor([*tiles, *[[-1, 0, 0, 0]] * 2], dtype=I32), "place_of_slot": place_of_slot,
             "tile_count": torch.tensor([len(tiles)], dtype=I32), "slot_of_place": torch.tensor(order, dtype=I32),
-            "tiles_done": torch.zeros(len(tiles), dtype=I32),
+            "next_unit": torch.zeros(1, dtype=I32), "tiles_done": torch.zeros(len(tiles), dtype=I32),
             "rows_done": torch.zeros(-(-case.hidden // 64), dtype=I32),
         }  # fmt: skip
         self.kept.append(tables)
         return tables
 
-    def run(self, calls: list[Call], grid: int, rng: torch.Generator) -> list[Tensor]:
-        """Runs a chain of launches on one workspace. Returns their outputs."""
+    def run(
+        self, calls: list[Call], grid: int, rng: torch.Generator, pair: tuple[str, int] | None = None
+    ) -> list[Tensor]:
+        """Runs a chain of launches on one workspace: layers in one launch, or by a pair of GEMMs (its name, and the
+        tokens of a tile). Returns their outputs."""
         self.workspace()
         for call in calls:
             call.out.fill_(torch.nan)
-            self.add(call, grid)
+            if pair:
+                self.add_pair(call, grid, *pair)
+            else:
+                self.add(call, grid)
         failure = self.kernels.run(seed_of(rng))
         assert not failure, failure
-        assert self.counters.tolist() == [LAUNCH * len(calls) * self.case.routes] * 2
+        assert self.counters.tolist() == [LAUNCH * len(calls) * (self.case.routes and not pair)] * 2
         guards = [*(rows[-GUARD:] == 1 for rows in self.rows.values()), *(c.out[-GUARD:].isnan() for c in calls)]
         assert all(map(torch.all, guards)), "rows behind an output"
         return [call.out[:-GUARD].clone() for call in calls]
 
-    @functools.cached_property
-    def tolerance(self) -> float:
+    def compare(self, out: Tensor, call: Call) -> None:
         # Approximations move numbers to their neighbours, also those between the GEMMs, and codes of fp8 with them.
-        return 0.04 if self.case.form == "fp8" else 0.015
+        tolerance, expected = 0.04 if self.case.form == "fp8" else 0.015, call.expected.float()
+        assert float((out.float() - expected).abs().max()) <= tolerance * float(expected.abs().max())
 
 
 def check(kernels: HostLayers, case: Case, rng: torch.Generator) -> None:
     layer = Layer(kernels, case, rng)
     alone = [layer.run([call], case.grid + 1, rng)[0] for call in layer.calls]
     for out, call in zip(alone, layer.calls, strict=True):
-        largest = float(call.expected.float().abs().max())
-        assert float((out.float() - call.expected.float()).abs().max()) <= layer.tolerance * largest
-    for _ in range(ORDERS):
-        outs = layer.run(layer.calls, case.grid, rng)
-        assert all(map(same_bits, outs, alone))
+        layer.compare(out, call)
+    assert all(map(same_bits, layer.run(layer.calls, case.grid, rng), alone))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_launches_on_one_workspace(kernels: HostLayers, name: str, rng: torch.Generator) -> None:
     check(kernels, CASES[name], rng)
+
+
+def pairs_of(case: Case) -> dict[str, int]:
+    """Returns the packed GEMMs of a case's weights: name -> tokens of a tile."""
+    kind = "_".join(case.kernel.split("_")[:2])
+    return {name: int(name.rsplit("_t")[-1]) for name in PAIRS if name.startswith(f"{kind}_t")}
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if pairs_of(case)])
+def test_separate_launches_have_the_same_bits(kernels: HostLayers, name: str, rng: torch.Generator) -> None:
+    case = CASES[name]
+    layer = Layer(kernels, case, rng)
+    alone = layer.run(layer.calls, case.grid, rng)
+    for pair in pairs_of(case).items():
+        assert all(map(same_bits, layer.run(layer.calls, 3, rng, pair), alone)), pair
+
+
+# Tiles of many rows, and an expert that has several.
+MANY = {
+    "mxfp4": Case("mxfp4_gated", 70, 2, 96, 160, I32, experts=3, bias=BF16, launches=2),
+    "mxfp4-plain": Case("mxfp4_plain", 150, 2, 160, 64, I32, experts=2, bias=F32, rank=True, launches=1),
+    "nvfp4": Case("nvfp4_gated", 50, 3, 128, 96, I32, experts=4, rank=True, launches=2),
+    "int4": Case("int4_gated", 60, 1, 352, 64, I32, experts=2, bias=F32, launches=2),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_many_tokens(kernels: HostLayers, name: str, rng: torch.Generator) -> None:
+    """Every tile gives the same bits."""
+    layer = Layer(kernels, MANY[name], rng)
+    first, *others = (layer.run(layer.calls, 3, rng, pair) for pair in pairs_of(MANY[name]).items())
+    for out, call in zip(first, layer.calls, strict=True):
+        layer.compare(out, call)
+    assert all(all(map(same_bits, outs, first)) for outs in others)
 
 
 # Waits that a kernel must not do without: (kernel, case, the lines, the lines without the wait).

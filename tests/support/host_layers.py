@@ -1,4 +1,4 @@
-"""Layers of few tokens in one launch, on the host (host_hopper.py): several launches on one workspace at a time.
+"""Layers of few tokens in one launch, and packed GEMMs, on the host (host_hopper.py): several launches at a time.
 
 All CTAs of all launches are there at once, but some begin when nobody else can go on. A launch waits at `pdl::wait` for
 those before it, whose rows and counters it finds. Stores of results and marks are on their way for a while after a
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from fake_cuda.harness import STRUCTS
 from host_hopper import base, body, build
 
 # Routing uses these functions beside host_hopper.py's. Some CTAs begin late, and copies arrive at any time.
@@ -249,7 +247,8 @@ FILES = (
     "gemm/pipeline", "common/narrow", "common/fp8", "common/absent", "moe/tile_cut", "moe/slot_sort", "moe/select",
     "moe/combine", "moe/few_slots", "moe/layer_parts", "common/bf16_pairs", "common/mxfp4", "common/nvfp4_round",
     "common/nvfp4_packed", "common/int4", "moe/layer_sm90", "moe/routed_layer_sm90",
-    "moe/routed_layer_fp8_sm90", "moe/routed_layer_packed_sm90",
+    "moe/routed_layer_fp8_sm90", "moe/routed_layer_packed_sm90", "moe/packed_pipeline_sm90", "moe/pair_schedule_sm90",
+    "moe/grouped_gemm_packed_sm90",
 )  # fmt: skip
 
 ENTRY = r"""
@@ -359,6 +358,17 @@ PACK(nvfp4, Nvfp4)
 PACK(int4, Int4)
 #define KERNEL(name, ...) \
     extern "C" void name(const RoutedLayerParams* p, uint32_t grid) { add<oxmoe::__VA_ARGS__>(p, grid); }
+// Kernels that take no tensor maps.
+template <typename Kernel, typename Params>
+static void add_plain(const Params* params, uint32_t grid) {
+    launches.push_back({grid, Kernel::kThreads, [p = *params] { begin(), Kernel::run(p), land_own(); }});
+}
+#define PAIR(name, ...) \
+    extern "C" void name(const GemmPairParams* p, uint32_t grid) { \
+        static_assert(oxmoe::__VA_ARGS__::kSharedBytes <= 227 << 10); \
+        add_plain<oxmoe::__VA_ARGS__>(p, grid); \
+    }
+extern "C" void combine(const CombineParams* p, uint32_t grid) { add_plain<Combine<__nv_bfloat16>>(p, grid); }
 """
 
 SCALE_BYTES = {"mxfp4": 128, "nvfp4": 256, "int4": 256}
@@ -366,14 +376,17 @@ SCALE_BYTES = {"mxfp4": 128, "nvfp4": 256, "int4": 256}
 
 class HostLayers:
     """Compiles layers in one launch for the host. `kernels`: name -> struct of csrc/moe/, with its template's
-    arguments. `changed`: (text of csrc/, another one) for a kernel with a fault."""
+    arguments. `pairs`: the same of packed GEMMs. `changed`: (text of csrc/, another one) for a kernel with a fault."""
 
-    def __init__(self, folder: Path, kernels: dict[str, str], *changed: tuple[str, str]) -> None:
+    def __init__(
+        self, folder: Path, kernels: dict[str, str], *changed: tuple[str, str], pairs: dict[str, str] | None = None
+    ) -> None:
         text = ROUTING + PRELUDE + base() + "".join(map(body, FILES))
         for old, new in changed:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         entries = "".join(f"KERNEL({name}, {kernel})\n" for name, kernel in kernels.items())
+        entries += "".join(f"PAIR({name}, {kernel})\n" for name, kernel in (pairs or {}).items())
         self.library = build(folder, text, ENTRY + entries)
         self.library.run_all.restype = ctypes.c_char_p
 
@@ -388,9 +401,9 @@ class HostLayers:
         function(*pointers[:2], *map(ctypes.c_int, (experts, rows, k)), ctypes.c_bool(gated), *pointers[2:])
         return packed, packed_scales
 
-    def add(self, name: str, grid: int, **parameters: Any) -> None:
-        """Adds a launch, of RoutedLayerParams. LayerSm90 gets their `layer`."""
-        struct = STRUCTS["RoutedLayerParams"](**parameters)
+    def add(self, name: str, grid: int, struct: ctypes.Structure) -> None:
+        """Adds a launch. A layer gets RoutedLayerParams, of which LayerSm90 takes `layer`; a pair of GEMMs gets
+        GemmPairParams, and "combine" CombineParams."""
         getattr(self.library, name)(ctypes.byref(struct), ctypes.c_uint32(grid))
 
     def run(self, seed: int) -> str:
