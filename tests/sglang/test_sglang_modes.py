@@ -32,6 +32,7 @@ from test_sglang_eplb import filled
 from test_sglang_load_formats import CHECKPOINTS, PLAIN, empty
 
 FACTOR = 2.5
+HAS_CUTEDSL = bool(sources.function("srt.layers.flashinfer_comm_fusion", "uses_cutedsl_ar_fusion"))
 PREPARED = [kind for kind in CHECKPOINTS if kind not in PLAIN]
 
 
@@ -301,3 +302,21 @@ def test_deterministic_inference_turns_the_fusion_off(monkeypatch: pytest.Monkey
         message = "which --enable-deterministic-inference turns off; start without allreduce"
         with pytest.raises(RuntimeError, match=message):
             check_allreduce(False, monkeypatch)
+
+
+@pytest.mark.skipif(not HAS_CUTEDSL, reason="this SGLang has no such backend")
+def test_kernels_that_are_called_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "flashinfer_allreduce_fusion_backend"
+    with server():
+        with argument("exec.comm", name, "auto"):
+            check_allreduce(True, monkeypatch)
+        with argument("exec.comm", name, "cutedsl"):
+            message = "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls .*start with"
+            with pytest.raises(RuntimeError, match=message):
+                check_allreduce(True, monkeypatch)
+
+
+def test_a_variable_that_turns_the_fusion_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION", "1")
+    with server(), pytest.raises(RuntimeError, match="which SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION turns off"):
+        check_allreduce(False, monkeypatch)

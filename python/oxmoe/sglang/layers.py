@@ -211,6 +211,8 @@ def _apart(place: str, name: str) -> tuple[str, str]:
     )
 
 
+# Before 0.5.23 it chooses kernels that are called in another way.
+_CUTEDSL = "SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION"
 # A variable of SGLang's tests.
 _NO_FUSED = "SGLANG_CI_DISABLE_MOE_FUSED_FUNC"
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
@@ -254,9 +256,15 @@ def check_allreduce(adapter: ModuleType) -> None:
     if asked and server.multiplexes():
         what = "with --enable-pdmux a prefill and a decoding step may both be in an all-reduce of one group at a time"
         raise RuntimeError(_message(what, "start without --enable-pdmux or without allreduce"))
+    if asked is False and os.environ.get(_CUTEDSL, "0").lower() in ("1", "true", "yes", "y"):
+        what = f"allreduce is called by SGLang's all-reduce fusion, which {_CUTEDSL} turns off for some models"
+        raise RuntimeError(_message(what, f"unset it and start with {adapter.FUSION_FLAG}, or without allreduce"))
     if asked is False:
         what = "allreduce is called by SGLang's all-reduce fusion, which is off"
         raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}"))
+    if asked and server.allreduce_backend() == "cutedsl":
+        what = "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls the operators that allreduce takes"
+        raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}, or without allreduce"))
     if asked and not is_flashinfer_available():
         what = "SGLang fuses its all-reduce only where it can import flashinfer"
         raise RuntimeError(_message(what, "install the flashinfer-python that this SGLang release asks for"))
