@@ -1,6 +1,7 @@
 """checkpoint.py FOLDER KIND [LAYERS [SEED]]: writes random weights with a model's MoE layers.
 
-KIND: gpt, mixtral or llama4, or qwen, glm or deepseek, which take a format of experts.py: qwen-fp8, qwen-awq, deepseek-fp8.
+KIND: gpt, mixtral or llama4, or qwen, glm or deepseek, which take a format of experts.py: qwen-fp8, qwen-awq,
+deepseek-fp8.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. DeepSeek-V3's heads
 and its experts' columns are those of one rank of eight; its routing is grouped, with a shared expert. GLM-4.5-Air's

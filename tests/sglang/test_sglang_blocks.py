@@ -118,7 +118,9 @@ def test_beam_is_told_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with server():
             module = FusedMoE(4, 128, 128, 0, 2, quant_method=BeamUnquantizedFusedMoEMethod())
-            with pytest.raises(RuntimeError, match="SGLang chose its own kernels for it; .*Beam.*; serve it without moe"):
+            with pytest.raises(
+                RuntimeError, match=r"SGLang chose its own kernels for it; .*Beam.*; serve it without moe"
+            ):
                 nn.ModuleList([module])
     finally:
         layers.unwatch()
@@ -133,7 +135,7 @@ def test_a_variable_that_leaves_out_fused_functions_is_named(monkeypatch: pytest
     try:
         with server("deep_gemm"):
             module = FusedMoE(4, 128, 128, 0, 2)
-            with pytest.raises(RuntimeError, match="SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 leaves out .*; unset it"):
+            with pytest.raises(RuntimeError, match=r"SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 leaves out .*; unset it"):
                 nn.ModuleList([module])
     finally:
         layers.unwatch()

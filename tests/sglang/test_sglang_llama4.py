@@ -1,5 +1,7 @@
-"""Llama-4's own loader on oxmoe's layers. It writes the scales of ModelOpt's fp8 checkpoints into the parameters, and not
-through their weight_loader, so oxmoe does not see these writes."""
+"""Llama-4's own loader on oxmoe's layers.
+
+It writes the scales of ModelOpt's fp8 checkpoints into the parameters, and not through their weight_loader, so oxmoe
+does not see these writes."""
 
 from __future__ import annotations
 

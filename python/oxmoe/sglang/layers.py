@@ -183,7 +183,7 @@ class Copies(nn.Module):
     _derived_weight_cache_error = (
         "oxmoe runs a MoE layer's SGLang method on second copies of its weights, which an update of the weights does "
         "not reach: use --quantization oxmoe or moe=oxmoe, whose weights are SGLang's own, or restart the server "
-        "(see docs/sglang.md)"
+        "(see docs/sglang_modes.md)"
     )
 
 
@@ -233,8 +233,8 @@ _MEND = {
     "ModelOptNvFp4FusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's NVFP4 layers on Hopper; "
     "serve others, and layers that SGLang quantises while it loads them, without moe",
     "ModelOptFp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers",
-    "BeamUnquantizedFusedMoEMethod": "SGLang's model of Beam gives its bf16 experts to SGLang's Triton runner and takes no "
-    "--quantization for them; serve it without moe",
+    "BeamUnquantizedFusedMoEMethod": "SGLang's model of Beam gives its bf16 experts to SGLang's Triton runner and "
+    "takes no --quantization for them; serve it without moe",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",
@@ -263,7 +263,9 @@ def check_allreduce(adapter: ModuleType) -> None:
         what = "allreduce is called by SGLang's all-reduce fusion, which is off"
         raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}"))
     if asked and server.allreduce_backend() == "cutedsl":
-        what = "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls the operators that allreduce takes"
+        what = (
+            "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls the operators that allreduce takes"
+        )
         raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}, or without allreduce"))
     if asked and not is_flashinfer_available():
         what = "SGLang fuses its all-reduce only where it can import flashinfer"
