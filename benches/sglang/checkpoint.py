@@ -1,6 +1,7 @@
 """checkpoint.py FOLDER KIND [LAYERS [SEED]]: writes random weights with a model's MoE layers.
 
-KIND: gpt or mixtral, or qwen, glm or deepseek, which take a format of experts.py: qwen-fp8, qwen-awq, deepseek-fp8.
+KIND: gpt, mixtral or llama4, or qwen, glm or deepseek, which take a format of experts.py: qwen-fp8, qwen-awq,
+deepseek-fp8.
 
 In the form of Hugging Face, with a tokenizer of bytes where the package tokenizers is installed. DeepSeek-V3's heads
 and its experts' columns are those of one rank of eight; its routing is grouped, with a shared expert. GLM-4.5-Air's
@@ -35,9 +36,9 @@ def ones(n):
 
 
 model, _, name_of_format = kind.partition("-")
-if model not in ("gpt", "mixtral", "qwen", "glm", "deepseek") or name_of_format not in FORMATS:
+if model not in ("gpt", "mixtral", "llama4", "qwen", "glm", "deepseek") or name_of_format not in FORMATS:
     sys.exit(f"KIND: expected a model, alone or with one of {', '.join(filter(None, FORMATS))}, got {kind!r}")
-if model in ("gpt", "mixtral") and name_of_format:
+if model in ("gpt", "mixtral", "llama4") and name_of_format:
     sys.exit(f"KIND: {model} has one format, got {kind!r}")
 format_of_experts = FORMATS[name_of_format]
 deepseek = model == "deepseek"
@@ -87,6 +88,56 @@ if deepseek:
         "attention_bias": False,
         "tie_word_embeddings": False,
     }
+elif model == "llama4":
+    H, heads, kv, hd, E, K, inner = (256, 4, 2, 64, 8, 1, 128) if small else (5120, 40, 8, 128, 16, 1, 8192)
+    config = {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": {
+            "model_type": "llama4_text",
+            "hidden_size": H,
+            "intermediate_size": inner,
+            "intermediate_size_mlp": 2 * inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv,
+            "head_dim": hd,
+            "num_local_experts": E,
+            "num_experts_per_tok": K,
+            "interleave_moe_layer_step": 1,
+            "attention_chunk_size": 8192,
+            "use_qk_norm": True,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "max_position_embeddings": 4096,
+            "vocab_size": vocab,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            **{"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2},
+        },
+        # The checkpoint has no tensors of images, so SGLang builds no part for them.
+        "vision_config": {
+            "model_type": "llama4_vision_model",
+            "hidden_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 128,
+            "image_size": 28,
+            "patch_size": 14,
+            **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 64),
+        },
+        **{"boi_token_index": 3, "eoi_token_index": 4, "image_token_index": 5},
+    }
+    if small:
+        # On a CPU SGLang's model leaves the rotation of queries and keys out; with this factor it turns nothing.
+        config["text_config"]["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": 1e9,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 1,
+        }
 elif model != "gpt":
     H, heads, kv, hd, E, K, inner = {
         "qwen": (2048, 32, 4, 128, 128, 8, 768),
@@ -205,6 +256,7 @@ part = 7.2 * H**-0.5
 head = (part * embed[order].float() + (1 - part**2) ** 0.5 * randn(vocab, H, scale=1.0).float()) * H**-0.5
 parts = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(H)}
 index = {}
+root = "language_model." if model == "llama4" else ""
 
 
 def made(*size):
@@ -219,6 +271,7 @@ def linear(*size):
 
 
 def save(name, tensors):
+    tensors = {root + key: value for key, value in tensors.items()}
     save_file({key: value.contiguous() for key, value in tensors.items()}, f"{folder}/{name}.safetensors")
     index.update(dict.fromkeys(tensors, f"{name}.safetensors"))
 
@@ -251,6 +304,13 @@ for n in range(layers):
         for e in range(E):
             for name, size in (("w1", (inner, H)), ("w3", (inner, H)), ("w2", (H, inner))):
                 t[f"{p}block_sparse_moe.experts.{e}.{name}.weight"] = randn(*size)
+    elif model == "llama4":
+        t[p + "feed_forward.router.weight"] = randn(E, H)
+        # All experts lie in one tensor, with columns and rows exchanged.
+        t[p + "feed_forward.experts.gate_up_proj"] = randn(E, H, 2 * inner, scale=H**-0.5)
+        t[p + "feed_forward.experts.down_proj"] = randn(E, inner, H, scale=inner**-0.5)
+        for name, size in (("gate_proj", (inner, H)), ("up_proj", (inner, H)), ("down_proj", (H, inner))):
+            t[f"{p}feed_forward.shared_expert.{name}.weight"] = randn(*size)
     elif model != "gpt":
         if model == "qwen":
             t |= {p + "self_attn.q_norm.weight": ones(hd), p + "self_attn.k_norm.weight": ones(hd)}
@@ -303,7 +363,7 @@ def tokenizer():
         "pad_token": "<pad>",
         "eos_token": "<eos>",
         "bos_token": "<bos>",
-        "model_max_length": config["max_position_embeddings"],
+        "model_max_length": config.get("text_config", config)["max_position_embeddings"],
         "chat_template": "{% for message in messages %}<bos>{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}<bos>assistant: {% endif %}",
     }

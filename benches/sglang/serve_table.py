@@ -1,4 +1,5 @@
-"""serve_table.py FILE... [--section]: prints tables of lines that serve.py wrote, or the section of docs/sglang.md."""
+"""serve_table.py FILE... [--section]: prints tables of lines that serve.py wrote, or the section of
+docs/sglang_servers.md."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 
 def section(rows: list[dict[str, Any]], files: list[str]) -> str:
-    """Returns the section of docs/sglang.md, with nothing in it that was not measured."""
+    """Returns the section of docs/sglang_servers.md, with nothing in it that was not measured."""
     speed, starts, tokens = _tables(rows)
     servers = [row for row in rows if row["mode"] != "compared"]
     layers = "/".join(str(count) for count in sorted({row["layers"] for row in servers}))

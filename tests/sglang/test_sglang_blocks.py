@@ -14,7 +14,7 @@ from oxmoe.sglang import calls, layers, setting, sources
 
 pytest.importorskip("sglang")
 
-from sglang_server import ADAPTER, VERSION, installed, server
+from sglang_server import ADAPTER, NEW, VERSION, FusedMoE, installed, server
 
 SRT = sources.folder() / "srt"
 MODELS = SRT / "models"
@@ -102,5 +102,40 @@ def test_a_block_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None
             why = "builds Mixtral without MoE layers" if short == "mixtral_quant" else f"{short}.{THERE[place]} calls"
             with pytest.raises(RuntimeError, match=f"SGLang('s)? {why}.*; .* without moe"):
                 nn.ModuleList([block])
+    finally:
+        layers.unwatch()
+
+
+def test_beam_is_told_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bf16 experts are a MoE layer, with a method of the model's."""
+    try:
+        from sglang.srt.models.beam import BeamUnquantizedFusedMoEMethod
+    except ImportError:
+        pytest.skip("this SGLang has no Beam")
+    installed()
+    monkeypatch.setenv(setting.SETTING, "moe")
+    layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
+    try:
+        with server():
+            module = FusedMoE(4, 128, 128, 0, 2, quant_method=BeamUnquantizedFusedMoEMethod())
+            with pytest.raises(
+                RuntimeError, match=r"SGLang chose its own kernels for it; .*Beam.*; serve it without moe"
+            ):
+                nn.ModuleList([module])
+    finally:
+        layers.unwatch()
+
+
+@pytest.mark.skipif(NEW, reason="in this SGLang oxmoe has no fused functions")
+def test_a_variable_that_leaves_out_fused_functions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed()
+    monkeypatch.setenv(setting.SETTING, "moe")
+    monkeypatch.setenv("SGLANG_CI_DISABLE_MOE_FUSED_FUNC", "1")
+    layers.watch(setting.read(VERSION), ADAPTER, lambda: None)
+    try:
+        with server("deep_gemm"):
+            module = FusedMoE(4, 128, 128, 0, 2)
+            with pytest.raises(RuntimeError, match=r"SGLANG_CI_DISABLE_MOE_FUSED_FUNC=1 leaves out .*; unset it"):
+                nn.ModuleList([module])
     finally:
         layers.unwatch()

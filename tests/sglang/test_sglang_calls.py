@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import oxmoe
 from oxmoe.sglang import calls, layers, setting
 from oxmoe.sglang import server as oxmoe_server
 
@@ -123,6 +124,47 @@ def test_a_layer_that_runs_on_something_else_is_an_error(rng: torch.Generator, m
     monkeypatch.setattr(layer.dispatcher, "combine", lambda combine_input, **_: combine_input.hidden_states)
     with pytest.raises(RuntimeError, match=r"layer 0 \(FusedMoE, Oxmoe.*\) ran without oxmoe: SGLang took a path of"):
         run(layer, rng)
+
+
+def test_a_rank_without_tokens_is_no_error(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Muse Spark's experts for CPUs return zeros without a call if no token has an expert of this rank."""
+    try:
+        from sglang.srt.layers.muse_spark.muse_spark_int4_moe import MuseSpark1xInt4Experts as Experts
+    except ImportError:
+        pytest.skip("this SGLang has no such experts")
+
+    layer, x, weights, ids = operands(SHAPE, 5, "cpu", rng)
+    # The class takes its dtype from there, as SGLang sets it while it builds a model.
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    experts = Experts(
+        num_experts=SHAPE.experts,
+        expert_hidden_size=SHAPE.hidden,
+        intermediate_size=SHAPE.intermediate,
+        top_k=SHAPE.top_k,
+        layer_id=0,
+        quant_config=get_quantization_config("oxmoe")(),
+        prefix="experts",
+    )
+    with torch.no_grad():
+        experts.w13_weight.copy_(layer.w13)
+        experts.w2_weight.copy_(layer.w2)
+    experts.quant_method.process_weights_after_loading(experts)
+    (built,) = nn.ModuleList([experts])
+    elsewhere = torch.full_like(ids, -1)
+    for _ in range(2):
+        assert not bool(built(x, weights, elsewhere).any())
+        assert caplog.messages[1:] == []
+    with monkeypatch.context() as patch:
+        # The layer is still watched.
+        patch.setattr(experts, "run_moe_core", lambda dispatched: dispatched)
+        with pytest.raises(RuntimeError, match="ran without oxmoe"):
+            built(x, weights, ids)
+    expected = oxmoe.moe(x, layer.weights(), weights, ids)
+    torch.testing.assert_close(built(x, weights, ids), expected, rtol=0.02, atol=0.02)
+    assert caplog.messages[1:] == ["oxmoe: 1 of 1 MoE layers ran on oxmoe"]
+    assert not built._forward_hooks
 
 
 def test_layers_of_sglangs_own_methods(rng: torch.Generator, caplog: pytest.LogCaptureFixture) -> None:

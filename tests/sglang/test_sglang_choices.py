@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+import oxmoe
+from oxmoe.sglang import sources
 from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
 
 from sglang.srt.distributed.device_communicators import pynccl_allocator
+from sglang.srt.environ import envs
 from sglang.srt.eplb import expert_distribution
 from sglang.srt.layers import dp_attention
 from sglang.srt.layers.moe import topk as topk_module
@@ -64,6 +67,49 @@ def test_chosen_experts_are_observed(observer: str, rng: torch.Generator, monkey
         module = fused_moe(layer)
         module.quant_method.apply(module, module.dispatcher.dispatch(x, bypassed))
     assert (0 in seen.layers) if observer == "capturer" else ("recorded" in seen.layers)
+
+
+SIMULATED = [name for name in ("UNIFORM", "ROUND_ROBIN") if hasattr(envs, f"SGLANG_SIMULATE_{name}_EXPERTS")]
+
+
+@pytest.mark.parametrize("how", SIMULATED)
+def test_simulated_experts(how: str, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLANG_SIMULATE_UNIFORM_EXPERTS and _ROUND_ROBIN_EXPERTS, with a top-k result that oxmoe would choose from."""
+
+    def simulate(topk_ids: torch.Tensor, topk_weights: torch.Tensor, num_experts: int, **_: Any) -> None:
+        """Stands for SGLang's kernel, which cannot run on a CPU."""
+        slots = torch.arange(topk_ids.numel(), dtype=topk_ids.dtype)
+        topk_ids.copy_((slots % num_experts).view_as(topk_ids))
+        topk_weights.fill_(1 / topk_ids.shape[1])
+
+    if hasattr(topk_module, "_simulate_balanced_routing"):
+        monkeypatch.setattr(topk_module, "_simulate_balanced_routing", simulate)
+    chosen: list[StandardTopKOutput] = []
+    choose = topk_module.select_experts
+
+    def select_experts(*arguments: Any, **named: Any) -> StandardTopKOutput:
+        chosen.append(choose(*arguments, **named))
+        return chosen[-1]
+
+    monkeypatch.setattr(topk_module, "select_experts", select_experts)
+    monkeypatch.setenv(f"SGLANG_SIMULATE_{how}_EXPERTS", "1")
+    layer, x, _, _ = operands(SHAPE, 9, "cpu", rng)
+    # Every token would choose the experts 0 and 1.
+    logits = torch.zeros(9, SHAPE.experts)
+    logits[:, :2] = 9
+    bypassed = BypassedTopKOutput(x, logits, TopKConfig(top_k=SHAPE.top_k, torch_native=True))
+    with server():
+        module = fused_moe(layer)
+        result = module.quant_method.apply(module, module.dispatcher.dispatch(x, bypassed)).hidden_states
+    (choice,) = chosen
+    assert int(choice.topk_ids.max()) > 1
+    assert same_bits(result, oxmoe.moe(x, layer.weights(), choice.topk_weights, choice.topk_ids))
+
+
+def test_releases_that_simulate_are_known() -> None:
+    """The variables' names are looked up, and a release that renames them would leave them without effect."""
+    simulates = "SGLANG_SIMULATE_" in (sources.folder() / "srt/layers/moe/topk.py").read_text(encoding="utf-8")
+    assert SIMULATED == (["UNIFORM", "ROUND_ROBIN"] if simulates else [])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -39,7 +39,7 @@ def _installed() -> None:
 
 
 def test_the_model_makes_sglangs_own_configuration() -> None:
-    """Whatever the checkpoint's configuration is. If this fails, docs/sglang.md has another reason to give."""
+    """Whatever the checkpoint's configuration is. If this fails, docs/sglang_formats.md has another reason to give."""
     source = inspect.getsource(kimi_k3.KimiK3MoE.__init__)
     assert "moe_quant_config = Mxfp4Config(is_checkpoint_mxfp4_serialized=True)" in source
     assert '"mxfp4" in quant_config.quant_format' in source

@@ -25,13 +25,15 @@ pytest.importorskip("sglang")
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
 from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.quantization import get_quantization_config
 
-from sglang_server import ADAPTER, SHAPE, VERSION, argument, fused_moe, installed, operands, server
+from sglang_server import ADAPTER, SHAPE, VERSION, FusedMoE, argument, fused_moe, installed, operands, server
 from test_sglang_eplb import SHAPE as OF_FORMATS
 from test_sglang_eplb import filled
 from test_sglang_load_formats import CHECKPOINTS, PLAIN, empty
 
 FACTOR = 2.5
+HAS_CUTEDSL = bool(sources.function("srt.layers.flashinfer_comm_fusion", "uses_cutedsl_ar_fusion"))
 PREPARED = [kind for kind in CHECKPOINTS if kind not in PLAIN]
 
 
@@ -212,6 +214,26 @@ def test_models_that_list_their_experts_before_they_are_prepared(kind: str, plac
         module.quant_method.process_weights_after_loading(module)
 
 
+# Variables
+
+
+def test_layers_that_a_variable_leaves_unquantised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLANG_FP8_IGNORED_LAYERS, with experts among the layers."""
+    first, second = (f"model.layers.{number}.mlp.experts" for number in range(2))
+    monkeypatch.setenv("SGLANG_FP8_IGNORED_LAYERS", first)
+    checkpoint = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config = get_quantization_config("oxmoe").from_config(checkpoint)
+    with server():
+        made = [
+            FusedMoE(4, 128, 128, 0, 2, params_dtype=torch.bfloat16, quant_config=config, prefix=prefix)
+            for prefix in (first, second)
+        ]
+    assert [type(layer.quant_method).__name__ for layer in made] == [
+        "OxmoeUnquantizedFusedMoEMethod",
+        "OxmoeFp8MoEMethod",
+    ]
+
+
 # All-to-alls
 
 
@@ -301,3 +323,21 @@ def test_deterministic_inference_turns_the_fusion_off(monkeypatch: pytest.Monkey
         message = "which --enable-deterministic-inference turns off; start without allreduce"
         with pytest.raises(RuntimeError, match=message):
             check_allreduce(False, monkeypatch)
+
+
+@pytest.mark.skipif(not HAS_CUTEDSL, reason="this SGLang has no such backend")
+def test_kernels_that_are_called_in_another_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "flashinfer_allreduce_fusion_backend"
+    with server():
+        with argument("exec.comm", name, "auto"):
+            check_allreduce(True, monkeypatch)
+        with argument("exec.comm", name, "cutedsl"):
+            message = "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls .*start with"
+            with pytest.raises(RuntimeError, match=message):
+                check_allreduce(True, monkeypatch)
+
+
+def test_a_variable_that_turns_the_fusion_off_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION", "1")
+    with server(), pytest.raises(RuntimeError, match="which SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION turns off"):
+        check_allreduce(False, monkeypatch)

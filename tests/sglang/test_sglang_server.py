@@ -36,6 +36,7 @@ BARS = {
     **{"qwen": 0.02, "qwen-int4": 0.02, "qwen-awq": 0.02, "qwen-gptq": 0.02, "qwen-nvfp4": 0.02, "gpt": 0.01},
     **{"qwen-fp8": 0.03, "qwen-fp8-tensor": 0.06, "glm-fp8-channel": 0.06, "qwen-fp8-static": 0.06},
     "qwen-modelopt-fp8": 0.06,
+    "llama4": 0.02,
 }
 
 Checkpoints = Callable[[str, int], Path]
@@ -269,6 +270,14 @@ class TestGptOss:
         # The platform's attention runs under a name that SGLang lets this model have.
         server = start(checkpoint("gpt", 0), "--attention-backend", "aiter")
         assert_right_and_updated(server, "gpt", checkpoint)
+
+
+class TestLlama4:
+    """The router's weight goes to the input of its one expert, and the model's own loader writes the experts."""
+
+    def test_answers_and_update(self, start: Start, checkpoint: Checkpoints) -> None:
+        server = start(checkpoint("llama4", 0), "--quantization", "oxmoe")
+        assert_right_and_updated(server, "llama4", checkpoint)
 
 
 class TestModelOptNvfp4:

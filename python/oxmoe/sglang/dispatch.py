@@ -1,7 +1,7 @@
 """Says which layout and activation dtype SGLang's all-to-all backends must bring to which MoE runner. Imports
 nothing of SGLang.
 
-docs/sglang.md has the same rules as a table. Tests compare them with what SGLang's dispatchers send.
+docs/sglang_modes.md has the same rules as a table. Tests compare them with what SGLang's dispatchers send.
 """
 
 from __future__ import annotations

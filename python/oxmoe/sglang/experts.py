@@ -354,6 +354,14 @@ def _choices_are_observed() -> bool:
     return type(recorders.get_global_expert_distribution_recorder()).__name__ != "_ExpertDistributionRecorderNoop"
 
 
+def _choices_are_simulated() -> bool:
+    """Whether SGLang overwrites the choice of experts with a balanced one, for benchmarks."""
+    variables = getattr(sys.modules.get("sglang.srt.environ"), "envs", None)
+    # Older releases have none of them.
+    named = (getattr(variables, f"SGLANG_SIMULATE_{how}_EXPERTS", None) for how in ("UNIFORM", "ROUND_ROBIN"))
+    return any(variable is not None and variable.get() for variable in named)
+
+
 # SGLang's operator for piecewise CUDA graphs gets these fields of a TopKConfig. The others have their defaults there.
 _TOLD = ("top_k", "topk_group", "num_expert_group", "renormalize")
 _APART = ("correction_bias", "allow_routed_experts_capture", "layer_id")
@@ -406,7 +414,7 @@ def routing(topk_output: Any, config: Any) -> dict[str, Any]:
 
     config: the layer's MoeRunnerConfig.
 
-    If SGLang observes the choice, SGLang chooses from a BypassedTopKOutput for this layer, and records it.
+    If SGLang records the choice or simulates it, SGLang chooses from a BypassedTopKOutput for this layer.
     """
     forms = ("topk_ids", "topk_config", "routing_data", "a_ragged_metadata")
     if not any(hasattr(topk_output, form) for form in forms):
@@ -415,7 +423,8 @@ def routing(topk_output: Any, config: Any) -> dict[str, Any]:
             "and BypassedTopKOutput"
         )
     topk_output = complete(topk_output, config)
-    if not hasattr(topk_output, "topk_ids") and hasattr(topk_output, "to_standard") and _choices_are_observed():
+    bypassed = not hasattr(topk_output, "topk_ids") and hasattr(topk_output, "to_standard")
+    if bypassed and (_choices_are_observed() or _choices_are_simulated()):
         topk_output = topk_output.to_standard(layer_id=config.layer_id)
     return routing_arguments(topk_output)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from oxmoe.peers.sglang import check_config
-from oxmoe.sglang import calls, eplb, server, setting
+from oxmoe.sglang import calls, capabilities, eplb, server, setting
 from oxmoe.sglang.experts import activation
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,8 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
     if fused is not None and getattr(core, "oxmoe", False):
         why = f"SGLang's {fused.__module__}.{fused.__name__} goes before oxmoe's core"
         mend = "use --quantization oxmoe, or another --moe-runner-backend"
+    elif os.environ.get(_NO_FUSED) == "1" and runner is not None and fused is None and not capabilities.has_cores():
+        why, mend = f"{_NO_FUSED}=1 leaves out fused functions, of which oxmoe's is one in this SGLang", "unset it"
     elif type(method).__name__ in _MEND:
         why, mend = "SGLang chose its own kernels for it", _MEND[type(method).__name__]
         if type(method).__name__ == "UnquantizedFusedMoEMethod" and module.quant_config is None and server.speculates():
@@ -180,7 +183,7 @@ class Copies(nn.Module):
     _derived_weight_cache_error = (
         "oxmoe runs a MoE layer's SGLang method on second copies of its weights, which an update of the weights does "
         "not reach: use --quantization oxmoe or moe=oxmoe, whose weights are SGLang's own, or restart the server "
-        "(see docs/sglang.md)"
+        "(see docs/sglang_modes.md)"
     )
 
 
@@ -208,6 +211,10 @@ def _apart(place: str, name: str) -> tuple[str, str]:
     )
 
 
+# Before 0.5.23 it chooses kernels that are called in another way.
+_CUTEDSL = "SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION"
+# A variable of SGLang's tests.
+_NO_FUSED = "SGLANG_CI_DISABLE_MOE_FUSED_FUNC"
 _BACKENDS = "--moe-runner-backend triton_kernel or deep_gemm where OXMOE_SGLANG names them"
 _DRAFT = (
     "; if it is a layer of the draft of speculative decoding, which some models give no quantization, start with "
@@ -226,6 +233,8 @@ _MEND = {
     "ModelOptNvFp4FusedMoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's NVFP4 layers on Hopper; "
     "serve others, and layers that SGLang quantises while it loads them, without moe",
     "ModelOptFp8MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, which takes ModelOpt's fp8 layers",
+    "BeamUnquantizedFusedMoEMethod": "SGLang's model of Beam gives its bf16 experts to SGLang's Triton runner and "
+    "takes no --quantization for them; serve it without moe",
     "UnquantizedFusedMoEMethod": f"start with --quantization oxmoe, or with {_BACKENDS}",
     "Mxfp4MoEMethod": "let OXMOE_SGLANG name moe=oxmoe, or start with --moe-runner-backend triton_kernel or "
     "flashinfer_mxfp4 where it names them",
@@ -247,9 +256,17 @@ def check_allreduce(adapter: ModuleType) -> None:
     if asked and server.multiplexes():
         what = "with --enable-pdmux a prefill and a decoding step may both be in an all-reduce of one group at a time"
         raise RuntimeError(_message(what, "start without --enable-pdmux or without allreduce"))
+    if asked is False and os.environ.get(_CUTEDSL, "0").lower() in ("1", "true", "yes", "y"):
+        what = f"allreduce is called by SGLang's all-reduce fusion, which {_CUTEDSL} turns off for some models"
+        raise RuntimeError(_message(what, f"unset it and start with {adapter.FUSION_FLAG}, or without allreduce"))
     if asked is False:
         what = "allreduce is called by SGLang's all-reduce fusion, which is off"
         raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}"))
+    if asked and server.allreduce_backend() == "cutedsl":
+        what = (
+            "with --flashinfer-allreduce-fusion-backend cutedsl SGLang never calls the operators that allreduce takes"
+        )
+        raise RuntimeError(_message(what, f"start with {adapter.FUSION_FLAG}, or without allreduce"))
     if asked and not is_flashinfer_available():
         what = "SGLang fuses its all-reduce only where it can import flashinfer"
         raise RuntimeError(_message(what, "install the flashinfer-python that this SGLang release asks for"))

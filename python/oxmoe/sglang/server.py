@@ -147,3 +147,11 @@ def fuses_allreduce() -> bool | None:
 
     found = read(of_context, of_arguments)
     return None if found is None or found[0] == 1 else bool(found[1])
+
+
+def allreduce_backend() -> str | None:
+    """Returns --flashinfer-allreduce-fusion-backend as SGLang resolved it, or None."""
+    return read(  # type: ignore[no-any-return]
+        lambda context: context.get_exec().comm.flashinfer_allreduce_fusion_backend,
+        lambda arguments: getattr(arguments, "flashinfer_allreduce_fusion_backend", None),
+    )
