@@ -520,8 +520,6 @@ def test_refusals(rng: torch.Generator) -> None:
     hidden, _ = tokens_of("nvfp4", 5, "cpu", rng)
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     for error, words, changed in (
-        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.ones(8) * 2}),
-        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.arange(8.0)}),
         (NotImplementedError, "no kernel for per_token_scale", {"per_token_scale": torch.ones(5)}),
         (NotImplementedError, "no kernel for nvfp4_4over6", {"nvfp4_4over6": object()}),
         (NotImplementedError, "no kernel for routing_metadata", {"routing_metadata": object()}),
@@ -540,6 +538,9 @@ def test_refusals(rng: torch.Generator) -> None:
     hidden, _ = tokens_of("mxfp4", 5, "cpu", rng)
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     assert run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.ones(8)}).any()
+    for name, size in (("gemm1_bias", 256), ("gemm2_bias", 256)):
+        with pytest.raises(ValueError, match=rf"{name}: expected shape \[8, {size}\], got \[8, {size // 2}\]"):
+            run(CALLS["mxfp4"][1], "mxfp4", **call | {name: torch.ones(8, size // 2)})
     with pytest.raises(NotImplementedError, match="output1_scale_scalar: no kernel for MXFP4 weights with other"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.full((8,), 2.0)})
     with pytest.raises(NotImplementedError, match="output2_scale_scalar: no kernel for MXFP4 weights with other"):

@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 cache = Cache()
 
 
-def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Tensor | None = None) -> dict[str, Any]:
-    """Returns options of ExpertWeights. given: alpha, beta and limit; limits: factors of the experts' limits.
+def activation(activation_type: Any, given: dict[str, Tensor | None], of_sums: Tensor | None = None) -> dict[str, Any]:
+    """Returns options of ExpertWeights. given: alpha, beta and limit. of_sums: factors of the experts that dequantise
+    GEMM1's sums; beta and limit are then in units of these sums.
 
-    Situ's gemm1_alpha bounds the gate, and its gemm1_beta bounds up. Each is 1 if it is not given.
+    Situ's gemm1_alpha bounds the gate, and its gemm1_beta bounds up. Each is 1 if it is not given. Both bound
+    dequantised numbers.
     """
     name = activation_of(activation_type)
     function, gated, clamp, default = ACTIVATIONS[name]
@@ -53,8 +55,9 @@ def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Te
         bounds = {"situ_beta": number(given["alpha"]), "situ_linear_beta": number(given["beta"])}
         bounds = {option: 1.0 if value is None else value for option, value in bounds.items()}
         return {"activation": function, "gated": gated, "layout": "up_gate", **bounds}
-    if limits is not None and given["limit"] is not None:
-        given = {**given, "limit": given["limit"].float() * limits}
+    if of_sums is not None:
+        sums = {"beta": "gemm1_beta", "limit": "gemm1_clamp_limit"}
+        given = {**given, **{option: _dequantised(name, given[option], of_sums) for option, name in sums.items()}}
     if name == "SwigluStep":
         unserved = [f"gemm1_{option}" for option in ("alpha", "beta") if given[option] is not None]
         if unserved:
@@ -66,6 +69,16 @@ def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Te
     if gated:
         options["layout"] = "up_gate"
     return options | {option: value for option, value in numbers.items() if value is not None}
+
+
+def _dequantised(name: str, numbers: Tensor | None, of_sums: Tensor) -> Tensor | None:
+    """Returns numbers of the experts, given in units of GEMM1's sums, in units of dequantised numbers."""
+    if numbers is None:
+        return None
+    check_tensor(name, numbers)
+    if numbers.numel() != of_sums.numel():
+        raise ValueError(f"{name}: expected {of_sums.numel()} numbers (local experts), got {numbers.numel()}")
+    return numbers.float().reshape(-1) * of_sums
 
 
 def layer(
