@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from oxmoe.tracing import tracing
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+# A type in an annotation -> whether a value may stand for it. Other types are not checked.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "Tensor": lambda value: hasattr(value, "__dlpack__"),
+    "int": lambda value: hasattr(value, "__index__"),
+    "float": lambda value: hasattr(value, "__float__") or hasattr(value, "__index__"),
+    "str": lambda value: isinstance(value, str),
+    "tuple": lambda value: isinstance(value, tuple | list),
+    "ExpertWeights": lambda value: type(value).__name__ == "ExpertWeights",
+    "None": lambda value: value is None,
+}
 _QUANTIZERS = ("auto", "cuda", "cute-dsl")
 
 
@@ -50,3 +65,36 @@ def check_counts(counts: dict[str, int]) -> None:
     for name, count in counts.items():
         if count <= 0:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
+
+
+def named_arguments(function: _Call) -> _Call:
+    """Decorates a call with many arguments: a TypeError or AttributeError of an argument of a wrong type names it.
+
+    Types are looked at after such an error alone, by the function's annotations, so right calls pay nothing for it.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            wrong = _wrong_argument(function, args, kwargs)
+            if wrong is None:
+                raise
+            raise TypeError(wrong) from error
+
+    return call  # type: ignore[return-value]
+
+
+def _wrong_argument(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Returns what is wrong with the first argument whose type is not that of its annotation. None if there is none."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None  # An argument is missing or unknown, and Python's own words name it.
+    for name, value in given.items():
+        annotation = str(function.__annotations__.get(name, "Any"))
+        types = re.sub(r"\[.*\]", "", annotation).split(" | ")
+        if all(kind in _TYPES and not _TYPES[kind](value) for kind in types):
+            return f"{name}: expected {annotation}, got {type(value).__name__}"
+    return None

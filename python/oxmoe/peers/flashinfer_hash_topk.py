@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from oxmoe.operands import check_no_grad, check_tensor
+from oxmoe.operands import check_no_grad, check_tensor, named_arguments
 from oxmoe.peers.flashinfer_trtllm_routing import check_dtype
 from oxmoe.tracing import tracing
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _MOST = 32  # experts of a token, a shared one included: the lanes of flashinfer's warp
 
 
+@named_arguments
 def hash_topk(
     router_logits: Tensor,
     input_ids: Tensor,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
@@ -45,6 +45,7 @@ def alloc_scratchpad(device: Any) -> Tensor:
     return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
 
 
+@named_arguments
 def mono_moe(
     activations_in: Tensor,
     router_logits: Tensor,
@@ -101,6 +102,7 @@ def mono_moe(
     )
 
 
+@named_arguments
 def cute_dsl_fused_moe_bf16(
     x: Tensor,
     token_selected_experts: Tensor,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -47,6 +47,7 @@ _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights
 cache = Cache()
 
 
+@named_arguments
 def prepare_trtllm_fp8_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -58,7 +59,7 @@ def prepare_trtllm_fp8_block_scale_moe(
     gemm1_alpha: Tensor | None = None,
     gemm1_beta: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     gemm1_bias: Tensor | None = None,
     gemm2_bias: Tensor | None = None,
     activation_type: Any = SWIGLU,
@@ -98,7 +99,11 @@ def prepare_trtllm_fp8_block_scale_moe(
         b2 = plain_biases(b2, of_shuffle)
         if not (use_shuffled_weight and mxfp8):
             w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
-    if mxfp8:
+    if not mxfp8:
+        given = {"valid_hidden_size": valid_hidden_size, "valid_intermediate_size": valid_intermediate_size}
+        if names := [name for name, size in given.items() if size is not None]:
+            raise NotImplementedError(f"{', '.join(names)}: no kernel for padded weights with DeepSeekFp8")
+    else:
         sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, w13.shape[-1], w2.shape[-1])
         (w13, w13_scale, b13), (w2, w2_scale, b2) = without_padding(
             (w13, w13_scale, b13), (w2, w2_scale, b2), (1, 32, 1), sizes, gated=options["gated"]
@@ -189,8 +194,8 @@ def _run(
     local_num_experts: int,
     *,
     use_shuffled_weight: bool,
-    weight_layout: Any,
-    fp8_quantization_type: Any,
+    weight_layout: int,
+    fp8_quantization_type: int,
     activation_type: Any,
     output: Tensor | None,
     activation: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -319,6 +324,7 @@ def _weights(
     )
 
 
+@named_arguments
 def trtllm_fp8_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -338,11 +344,11 @@ def trtllm_fp8_block_scale_moe(
     routed_scaling_factor: float | None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = False,
-    weight_layout: Any = MAJOR_K,
+    weight_layout: int = MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     tune_max_num_tokens: int = 8192,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     *,
     num_fused_shared_experts: int | None = None,
     activation_type: Any = SWIGLU,
@@ -411,6 +417,7 @@ def trtllm_fp8_block_scale_moe(
     )
 
 
+@named_arguments
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -430,14 +437,14 @@ def trtllm_fp8_block_scale_routed_moe(
     routed_scaling_factor: float | None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = False,
-    weight_layout: Any = MAJOR_K,
+    weight_layout: int = MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     *,
     gemm1_lora_delta: Tensor | None = None,
     output: Tensor | None = None,
     tune_max_num_tokens: int = 8192,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     activation_type: Any = SWIGLU,
     gemm1_alpha: Tensor | None = None,
     gemm1_beta: Tensor | None = None,

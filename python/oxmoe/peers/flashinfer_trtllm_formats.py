@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -139,6 +139,7 @@ def three_dimensions(**weights: Tensor) -> None:
 # ---- bf16
 
 
+@named_arguments
 def prepare_trtllm_bf16_moe(
     gemm1_weights: Tensor,
     gemm2_weights: Tensor,
@@ -174,6 +175,7 @@ def prepare_trtllm_bf16_moe(
     return ExpertWeights.bf16(w13, w2, **options)
 
 
+@named_arguments
 def trtllm_bf16_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -190,7 +192,7 @@ def trtllm_bf16_moe(
     routed_scaling_factor: float | None = None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = True,
-    weight_layout: Any = BLOCK_MAJOR_K,
+    weight_layout: int = BLOCK_MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     tune_max_num_tokens: int = 8192,
@@ -227,6 +229,7 @@ def trtllm_bf16_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_bf16_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     hidden_states: Tensor,
@@ -242,7 +245,7 @@ def trtllm_bf16_routed_moe(
     routed_scaling_factor: float | None = None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = True,
-    weight_layout: Any = BLOCK_MAJOR_K,
+    weight_layout: int = BLOCK_MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     gemm1_lora_delta: Tensor | None = None,
@@ -282,7 +285,7 @@ def _bf16(
     gemm2_weights: Tensor,
     experts: tuple[int, int, int],
     use_shuffled_weight: bool,
-    weight_layout: Any,
+    weight_layout: int,
     activation_type: Any,
     numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     refused: dict[str, bool],
@@ -326,6 +329,7 @@ def by_method(
 # ---- fp8 with one scale
 
 
+@named_arguments
 def prepare_trtllm_fp8_per_tensor_scale_moe(
     gemm1_weights: Tensor,
     output1_scales_scalar: Tensor,
@@ -376,6 +380,7 @@ def prepare_trtllm_fp8_per_tensor_scale_moe(
     )
 
 
+@named_arguments
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -424,6 +429,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,

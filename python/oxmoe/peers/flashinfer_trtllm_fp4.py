@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -54,6 +54,7 @@ def _check_bias(name: str, bias: Tensor | None, experts: int, rows: int) -> None
         raise ValueError(f"{name}: expected shape [{experts}, {rows}], got {list(bias.shape)}")
 
 
+@named_arguments
 def prepare_trtllm_fp4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -160,6 +161,7 @@ def _of_experts(scalars: dict[str, Tensor | None], experts: int) -> dict[str, Te
     return result
 
 
+@named_arguments
 def trtllm_fp4_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -197,7 +199,7 @@ def trtllm_fp4_block_scale_moe(
     num_fused_shared_experts: int | None = None,
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
-    hidden_states_scale_layout: Any = None,
+    hidden_states_scale_layout: int | None = None,
     workspace_buffer: Tensor | None = None,
     nvfp4_4over6: Any = None,
     *,
@@ -240,6 +242,7 @@ def trtllm_fp4_block_scale_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -276,7 +279,7 @@ def trtllm_fp4_block_scale_routed_moe(
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
     num_fused_shared_experts: int | None = None,
-    hidden_states_scale_layout: Any = None,
+    hidden_states_scale_layout: int | None = None,
     workspace_buffer: Tensor | None = None,
     nvfp4_4over6: Any = None,
     routing_metadata: Any = None,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
@@ -117,6 +117,7 @@ def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, An
         check_tensor("topk_ids[1]", chosen)
         chosen = chosen.float()
     else:
+        check_tensor("topk_ids", topk_ids)
         chosen, ids = unpack_topk(topk_ids)
     if ids.dim() != 2 or ids.shape[1] != top_k:
         raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
@@ -202,6 +203,7 @@ def check_experts(operand: str, held: int, expected: int) -> None:
         raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
 
 
+@named_arguments
 def fused_topk_deepseek(
     scores: Tensor,
     bias: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.operands import check_counts
+from oxmoe.operands import check_counts, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import valid_sizes
 
@@ -28,6 +28,7 @@ _UNSERVED = ("mxfp4_mxfp8",)
 _PADDED = ("mxfp8", "nvfp4-a4", "mxfp4", "int4")
 
 
+@named_arguments
 def trtllm_fused_moe_workspace_size(
     max_num_tokens: int,
     hidden_size: int,
