@@ -314,13 +314,6 @@ def test_numbers_that_fit_no_integer(number: int) -> None:
 
 # Functions written in Python: `oxmoe.__all__`, with the calls of public_calls.py.
 
-# Collective calls, whose operands need other ranks. tests/allreduce has their wrong arguments.
-OF_RANKS = {
-    *("allreduce_fusion", "create_allreduce_fusion_workspace", "TRTLLMAllReduceFusionWorkspace"),
-    *("trtllm_allreduce_fusion", "trtllm_moe_allreduce_fusion", "trtllm_moe_finalize_allreduce_fusion"),
-    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
-    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
-}
 # An argument -> the name that `moe`, `ExpertWeights`, the quantiser and mm_mxfp8 have for it in their errors.
 OWN_NAMES = {
     **{"output": "out", "moe_output": "out", "output_dtype": "out_dtype", "n_rows": "num_token_non_padded"},
@@ -368,9 +361,9 @@ def public_operands(name: str) -> dict[str, Any]:
 def test_every_public_function_is_here() -> None:
     functions = {name for name in oxmoe.__all__ if callable(getattr(oxmoe, name))}
     classes = {name for name in functions if isinstance(getattr(oxmoe, name), type)}
-    assert functions - classes - builtins() - OF_RANKS <= set(public_calls.MAKERS)
-    assert set(public_calls.MAKERS) <= functions and not set(public_calls.MAKERS) & OF_RANKS
-    assert functions >= OF_RANKS
+    assert functions - classes - builtins() - public_calls.OF_RANKS <= set(public_calls.MAKERS)
+    assert set(public_calls.MAKERS) <= functions and not set(public_calls.MAKERS) & public_calls.OF_RANKS
+    assert functions >= public_calls.OF_RANKS
 
 
 @pytest.mark.parametrize("name", public_calls.MAKERS)

@@ -88,7 +88,7 @@ def test_refusals(rng: torch.Generator) -> None:
             f"routed_scaling_factor: expected a positive number, got {factor}",
             {"num_fused_shared_experts": 1, "routed_scaling_factor": factor},
         )
-        for factor in (0.0, -1.0, float("inf"), float("nan"))
+        for factor in (0.0, -1.0, 1e-40, float("inf"), float("nan"))
     ]
     for words, changed in cases:
         with pytest.raises(ValueError, match=words):

@@ -13,6 +13,13 @@ from torch import Tensor
 import oxmoe
 from mxfp4_blocks import Blocks, experts_of
 
+# Collective calls, whose operands need other ranks. tests/allreduce calls them.
+OF_RANKS = {
+    *("allreduce_fusion", "create_allreduce_fusion_workspace", "TRTLLMAllReduceFusionWorkspace"),
+    *("trtllm_allreduce_fusion", "trtllm_moe_allreduce_fusion", "trtllm_moe_finalize_allreduce_fusion"),
+    "trtllm_create_ipc_workspace_for_all_reduce_fusion",
+    "trtllm_destroy_ipc_workspace_for_all_reduce_fusion",
+}
 Operands = dict[str, Any]
 E, K, T, H, I = 4, 2, 3, 128, 128  # experts, top-k, tokens, hidden and intermediate size  # noqa: E741
 E4M3 = torch.float8_e4m3fn

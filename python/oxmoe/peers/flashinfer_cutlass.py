@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_counts, check_tensor, named_arguments
+from oxmoe.operands import check_counts, check_tensor, checked_arguments, named_arguments
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
@@ -29,7 +29,7 @@ def _name(dtype: Any) -> Any:
     return _OF_DTYPES.get(name_of(dtype), name_of(dtype))
 
 
-@named_arguments
+@checked_arguments
 def prepare_cutlass_fused_moe(
     fc1_expert_weights: Tensor,
     fc2_expert_weights: Tensor,
@@ -392,6 +392,7 @@ def fused_experts_flashinfer_mxfp4(
     hidden_states itself where T is 0, and else this rank's part of the sum. weights: as in `cutlass_fused_moe`, which
     see; then quant_info gives nothing.
     """
+    check_tensor("hidden_states", hidden_states, "T", "H")
     if hidden_states.shape[0] == 0:
         return hidden_states
     names = ("moe_tp_size", "moe_tp_rank", "moe_ep_size", "moe_ep_rank")

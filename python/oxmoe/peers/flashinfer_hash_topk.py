@@ -15,6 +15,7 @@ from oxmoe.tracing import tracing
 if TYPE_CHECKING:
     from torch import Tensor
 
+_LEAST = 2.0**-126  # its reciprocal is an fp32 number
 _MOST = 32  # experts of a token, a shared one included: the lanes of flashinfer's warp
 
 
@@ -63,7 +64,7 @@ def hash_topk(
     shared = int(num_fused_shared_experts)
     if not 1 <= top_k <= _MOST - shared:
         raise ValueError(f"tid2eid: dimension 1 (top-k): expected 1 to {_MOST - shared}, got {top_k}")
-    if shared and not (math.isfinite(routed_scaling_factor) and routed_scaling_factor > 0):
+    if shared and not (math.isfinite(routed_scaling_factor) and routed_scaling_factor > _LEAST):
         raise ValueError(f"routed_scaling_factor: expected a positive number, got {routed_scaling_factor}")
     looks = router_logits.device.type == "cpu" and not tracing()
     if looks:
@@ -80,7 +81,7 @@ def hash_topk(
 
 
 def _check_range(name: str, ids: Tensor, size: int, what: str) -> None:
-    wrong = ((ids < 0) | (ids >= size)).nonzero()
-    if len(wrong):
-        place = wrong[0].tolist()
+    wrong = (ids < 0) | (ids >= size)
+    if bool(wrong.any()):
+        place = wrong.nonzero()[0].tolist()
         raise ValueError(f"{name}: token {place[0]} has id {int(ids[tuple(place)])}, expected 0 to {size - 1} ({what})")

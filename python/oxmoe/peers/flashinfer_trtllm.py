@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -47,7 +47,7 @@ _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights
 cache = Cache()
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_fp8_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -170,6 +170,7 @@ def _tokens(
         raise ValueError(f"weights: expected {expected} experts (fp8_quantization_type), got {weights.format}")
     if scale is None:
         return hidden_states, None
+    check_tensor("hidden_states_scale", scale)
     if quantization == MXFP8:
         _check_mxfp8_scale(scale, tokens, hidden)
         import torch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, halves, unshuffled
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_fp8_per_channel_scale_moe(
     gemm1_weights: Tensor,
     gemm1_per_channel_weight_scale: Tensor,

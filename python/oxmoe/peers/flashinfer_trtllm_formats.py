@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -139,7 +139,7 @@ def three_dimensions(**weights: Tensor) -> None:
 # ---- bf16
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_bf16_moe(
     gemm1_weights: Tensor,
     gemm2_weights: Tensor,
@@ -329,7 +329,7 @@ def by_method(
 # ---- fp8 with one scale
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_fp8_per_tensor_scale_moe(
     gemm1_weights: Tensor,
     output1_scales_scalar: Tensor,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -16,7 +16,7 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
     valid_sizes,
     without_padding,
 )
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids, finalized
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, check_dtype, finalized
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 LINEAR = 2  # flashinfer's SfLayout.layout_linear
 _BLOCKS = {32: "mxfp4", 16: "nvfp4"}
+# Dtypes as which callers view the bytes.
+_CODES = ("uint8", "int8", "float8_e4m3fn", "float4_e2m1fn_x2")
+_SCALES = ("float8_e4m3fn", "uint8", "int8", "float8_e8m0fnu")
 
 
 def _block(weights: Tensor, scale: Tensor) -> int:
@@ -54,7 +57,7 @@ def _check_bias(name: str, bias: Tensor | None, experts: int, rows: int) -> None
         raise ValueError(f"{name}: expected shape [{experts}, {rows}], got {list(bias.shape)}")
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_fp4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -94,6 +97,10 @@ def prepare_trtllm_fp4_block_scale_moe(
     block = _block(gemm1_weights, gemm1_weights_scale)
     three_dimensions(gemm2_weights=gemm2_weights)
     check_tensor("gemm2_weights_scale", gemm2_weights_scale)
+    for name, weights in (("gemm1_weights", gemm1_weights), ("gemm2_weights", gemm2_weights)):
+        check_dtype(name, weights, *_CODES)
+    for name, scale in (("gemm1_weights_scale", gemm1_weights_scale), ("gemm2_weights_scale", gemm2_weights_scale)):
+        check_dtype(name, scale, *_SCALES)
     experts = gemm1_weights.shape[0]
     scalars = {
         "output1_scale_scalar": output1_scale_scalar,

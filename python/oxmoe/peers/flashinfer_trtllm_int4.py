@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -59,7 +59,7 @@ def _plain(name: str, weights: Tensor, scale: Tensor, *, gated: bool) -> tuple[T
     return codes.bitwise_xor_(_SIGNS), scales
 
 
-@named_arguments
+@checked_arguments
 def prepare_trtllm_mxint4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,

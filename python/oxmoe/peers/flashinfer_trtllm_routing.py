@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_outputs, check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
@@ -97,13 +97,17 @@ def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing
 
 
 def _record(routing_replay_out: Tensor, ids: Tensor) -> None:
-    check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
-    if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
-        raise ValueError(
-            f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
-            f"{tuple(routing_replay_out.shape)}"
-        )
+    _check_record(routing_replay_out, ids.shape)
     routing_replay_out[: ids.shape[0]].copy_(ids)
+
+
+def _check_record(routing_replay_out: Tensor, ids: Sequence[int]) -> None:
+    """Checks where ids of this shape are written."""
+    check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
+    if routing_replay_out.shape[0] < ids[0] or routing_replay_out.shape[1] != ids[1]:
+        raise ValueError(
+            f"routing_replay_out: expected [{ids[0]} or more, {ids[1]}], got shape {tuple(routing_replay_out.shape)}"
+        )
 
 
 def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, Any]:
@@ -237,6 +241,11 @@ def fused_topk_deepseek(
     for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    outputs = {"topk_values": topk_values, "topk_indices": topk_indices}
+    if routing_replay_out is not None:
+        _check_record(routing_replay_out, shape)
+        outputs["routing_replay_out"] = routing_replay_out
+    check_outputs(scores.device, **outputs)
     groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
     values, ids = _choose(
         scores,
