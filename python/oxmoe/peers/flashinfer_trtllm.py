@@ -31,6 +31,7 @@ from oxmoe.peers.flashinfer_trtllm_routing import (
     of_local_experts,
     routing_options,
     run,
+    shared_experts,
 )
 from oxmoe.peers.kept import Cache, number
 from oxmoe.tracing import tracing
@@ -379,10 +380,10 @@ def trtllm_fp8_block_scale_moe(
     ActivationType. SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
 
     Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
-    the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. workspace_buffer: uint8 or int8,
-    256-byte aligned; if it has `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the
-    call allocates its own. It is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens
-    have no meaning here.
+    the sum. num_fused_shared_experts: as in `trtllm_fp4_block_scale_moe`. routing_replay_out int16 [>= T, top_k] gets
+    the chosen ids, best first. workspace_buffer: uint8 or int8, 256-byte aligned; if it has
+    `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the call allocates its own. It
+    is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens have no meaning here.
     """
     routing = routing_options(
         routing_method_type,
@@ -393,17 +394,20 @@ def trtllm_fp8_block_scale_moe(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    routing = finalized(by_logits(routing_logits, routing_replay_out, routing), do_finalize)
+    shared, experts = shared_experts(
+        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+    )
+    routing = finalized(by_logits(routing_logits, routing_replay_out, routing, shared), do_finalize)
     return _run(
         "trtllm_fp8_block_scale_moe",
         routing,
         hidden_states,
         hidden_states_scale,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        num_experts,
+        experts[0],
         intermediate_size,
-        local_expert_offset,
-        local_num_experts,
+        experts[1],
+        experts[2],
         use_shuffled_weight=use_shuffled_weight,
         weight_layout=weight_layout,
         fp8_quantization_type=fp8_quantization_type,
@@ -412,7 +416,7 @@ def trtllm_fp8_block_scale_moe(
         activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
         biases=(gemm1_bias, gemm2_bias),
         padded=(valid_hidden_size, valid_intermediate_size),
-        unserved={"num_fused_shared_experts": bool(num_fused_shared_experts)},
+        unserved={},
         workspace_buffer=workspace_buffer,
         weights=weights,
     )

@@ -313,6 +313,7 @@ def by_method(
     routed_scaling_factor: float | None,
     routing_method_type: Any,
     norm_topk_prob: bool,
+    shared: int = 0,
 ) -> dict[str, Any]:
     options = routing_options(
         routing_method_type,
@@ -323,7 +324,7 @@ def by_method(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    return by_logits(routing_logits, routing_replay_out, options)
+    return by_logits(routing_logits, routing_replay_out, options, shared)
 
 
 # ---- fp8 with one scale

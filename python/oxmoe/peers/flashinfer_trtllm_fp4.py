@@ -16,7 +16,7 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
     valid_sizes,
     without_padding,
 )
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids, check_dtype, finalized
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, check_dtype, finalized, shared_experts
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -218,11 +218,16 @@ def trtllm_fp4_block_scale_moe(
     [T, H / 16], row by row. MXFP8 tokens are refused. Weights are those of `prepare_trtllm_fp4_block_scale_moe`: they
     are made plain at the first call, and the copy is kept while the tensors live
     (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made, which torch.compile needs.
+    num_fused_shared_experts: weights, scales, biases and numbers have so many experts behind the num_experts routed
+    ones, and every token has them with weight 1. It needs DeepSeekV3's routing, and all experts here.
     routing and the rest are as for `trtllm_bf16_moe`.
     """
+    shared, experts = shared_experts(
+        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+    )
     routing = by_method(
         routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob,
+        routing_method_type, norm_topk_prob, shared,
     )  # fmt: skip
     gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
     options = {
@@ -239,11 +244,10 @@ def trtllm_fp4_block_scale_moe(
     refused = {
         "per_token_scale": per_token_scale is not None,
         "nvfp4_4over6": nvfp4_4over6 is not None,
-        "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
     return _fp4(
         "trtllm_fp4_block_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale, gemms,
-        options, (num_experts, local_expert_offset, local_num_experts), refused,
+        options, experts, refused,
         (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
         workspace_buffer, weights,
     )  # fmt: skip

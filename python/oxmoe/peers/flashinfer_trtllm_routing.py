@@ -86,8 +86,44 @@ def routing_options(
     return options
 
 
-def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids."""
+def shared_experts(
+    num_fused_shared_experts: int | None, experts: tuple[int, int, int], routing_method_type: Any
+) -> tuple[int, tuple[int, int, int]]:
+    """Returns how many shared experts lie behind the routed ones, and the experts with them. experts: num_experts,
+    local_expert_offset, local_num_experts."""
+    shared, (routed, offset, local) = int(num_fused_shared_experts or 0), experts
+    if shared <= 0:
+        return 0, experts
+    if (offset, local) != (0, routed):
+        raise ValueError(
+            f"num_fused_shared_experts: expected all {routed} experts here (local_expert_offset 0, local_num_experts "
+            f"{routed}), got local_expert_offset {offset}, local_num_experts {local}"
+        )
+    if getattr(routing_method_type, "name", routing_method_type) not in ("DeepSeekV3", _METHODS.index("DeepSeekV3")):
+        raise ValueError(
+            f"num_fused_shared_experts: expected routing_method_type DeepSeekV3 (2), got {routing_method_type!r}"
+        )
+    return shared, (routed + shared, 0, routed + shared)
+
+
+def by_logits(
+    routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any], shared: int = 0
+) -> dict[str, Any]:
+    """Returns options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids.
+    shared: each token also has so many experts behind the routed ones, with weight 1."""
+    if shared:
+        options = {"routed_scaling_factor": 1.0, **routing}
+        top_k = options.pop("top_k")
+        weights, all_ids = topk(
+            routing_logits,
+            top_k + shared,
+            num_fused_shared_experts=shared,
+            apply_routed_scaling_factor_on_output=True,
+            **options,
+        )
+        if routing_replay_out is not None:
+            _record(routing_replay_out, all_ids[:, :top_k])
+        return {"topk_weights": weights, "topk_ids": all_ids}
     if routing_replay_out is None:
         return {**routing, "router_logits": routing_logits}
     scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
