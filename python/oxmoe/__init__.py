@@ -32,6 +32,7 @@ from oxmoe.peers.flashinfer_cutlass import (
     fused_experts_flashinfer_mxfp4,
     prepare_cutlass_fused_moe,
 )
+from oxmoe.peers.flashinfer_hash_topk import hash_topk
 from oxmoe.peers.flashinfer_hopper import CuteDslBf16MoEWrapper, cute_dsl_fused_moe_bf16, mono_moe
 from oxmoe.peers.flashinfer_trtllm import (
     prepare_trtllm_fp8_block_scale_moe,
@@ -134,6 +135,7 @@ __all__ = [
     "fused_experts",
     "fused_experts_flashinfer_mxfp4",
     "fused_topk_deepseek",
+    "hash_topk",
     "masked_workspace_bytes",
     "mm_mxfp8",
     "moe",

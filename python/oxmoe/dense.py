@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
-from oxmoe.operands import check_no_grad, check_quantizer, check_tensor
+from oxmoe.operands import check_no_grad, check_quantizer, check_tensor, named_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +41,7 @@ def _layout_name(sf_swizzle_layout: Any, is_sf_swizzled_layout: bool) -> str:
     return _LAYOUT_NAMES[value]
 
 
+@named_arguments
 def mxfp8_quantize(
     input: Tensor,
     is_sf_swizzled_layout: bool = True,
@@ -69,6 +70,7 @@ def mxfp8_quantize(
     return quantize_mxfp8(input, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout), alignment=alignment)
 
 
+@named_arguments
 def mxfp8_dequantize_host(
     input: Tensor,
     scale_tensor: Tensor,
@@ -82,6 +84,7 @@ def mxfp8_dequantize_host(
     return dequantize_mxfp8(input, scale_tensor, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout))
 
 
+@named_arguments
 def mm_mxfp8(
     a: Tensor,
     b: Tensor,
@@ -122,6 +125,7 @@ def mm_mxfp8(
     return matmul_mxfp8(a, b, a_descale, b_descale, out=out, out_dtype=name, use_8x4_sf_layout=use_8x4_sf_layout)
 
 
+@named_arguments
 def mxfp8_linear(
     input: Tensor,
     weight: Tensor,
@@ -143,6 +147,8 @@ def mxfp8_linear(
     if weight.ndim != 2:
         raise ValueError(f"weight: expected 2 dimensions [n, k], got shape {tuple(weight.shape)}")
     check_tensor("weight_scale", weight_scale)
+    if input_scale is not None:
+        check_tensor("input_scale", input_scale)
     if input.ndim == 0:
         raise ValueError("input: expected [..., k], got shape ()")
     if bias is not None:

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from oxmoe.tracing import tracing
 
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+# A type in an annotation -> whether a value may stand for it. Other types are not checked.
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "Tensor": lambda value: hasattr(value, "__dlpack__"),
+    "int": lambda value: hasattr(value, "__index__"),
+    "float": lambda value: hasattr(value, "__float__") or hasattr(value, "__index__"),
+    "str": lambda value: isinstance(value, str),
+    "tuple": lambda value: isinstance(value, tuple | list),
+    "ExpertWeights": lambda value: type(value).__name__ == "ExpertWeights",
+    "None": lambda value: value is None,
+}
 _QUANTIZERS = ("auto", "cuda", "cute-dsl")
 
 
@@ -50,3 +65,83 @@ def check_counts(counts: dict[str, int]) -> None:
     for name, count in counts.items():
         if count <= 0:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
+
+
+def named_arguments(function: _Call) -> _Call:
+    """Decorates a call with many arguments: a TypeError or AttributeError of an argument of a wrong type names it.
+
+    Types are looked at after such an error alone, by the function's annotations, so right calls pay nothing for it.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (TypeError, AttributeError) as error:
+            wrong = _wrong_argument(function, args, kwargs)
+            if wrong is None:
+                raise
+            raise TypeError(wrong) from error
+
+    return call  # type: ignore[return-value]
+
+
+def checked_arguments(function: _Call) -> _Call:
+    """Decorates a call that prepares weights at load: as `named_arguments`, and every tensor is dense and in memory."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        names = inspect.signature(function).parameters
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            if hasattr(value, "untyped_storage"):
+                check_tensor(name, value)
+                if value.is_meta or (hasattr(value, "fake_mode") and not tracing()):
+                    raise ValueError(f"{name}: expected a tensor in memory, got {type(value).__name__} on meta")
+        return function(*args, **kwargs)
+
+    return named_arguments(functools.wraps(function)(call))  # type: ignore[return-value]
+
+
+def check_outputs(device: Any, **outputs: Any) -> None:
+    """Raises ValueError if torch could not write the outputs one after the other, so that none or all are written."""
+    import torch
+
+    if tracing():
+        return
+    ends: dict[str, tuple[int, int]] = {}
+    for name, tensor in outputs.items():
+        if hasattr(tensor, "fake_mode"):
+            raise ValueError(f"{name}: is a fake tensor, which has no memory")
+        if tensor.device != device:
+            raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(f"{name}: was made in inference mode, and torch writes to it only there")
+        check_no_grad(name, tensor)
+        sizes = sorted(zip(tensor.stride(), tensor.shape, strict=True))
+        reach = 0
+        for stride, size in sizes:
+            if size > 1 and stride <= reach:
+                raise ValueError(f"{name}: its elements overlap in memory, strides {tuple(tensor.stride())}")
+            reach += (size - 1) * stride
+        start = tensor.data_ptr()
+        end = start + (reach + 1) * tensor.itemsize if tensor.numel() else start
+        for other, (low, high) in ends.items():
+            if start < high and low < end:
+                raise ValueError(f"{name}: shares memory with {other}")
+        ends[name] = (start, end)
+
+
+def _wrong_argument(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str | None:
+    """Returns what is wrong with the first argument whose type is not that of its annotation. None if there is none."""
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None  # An argument is missing or unknown, and Python's own words name it.
+    # Some operands may be arrays of other projects. An array is only to blame if nothing else is.
+    for of_tensor in (_TYPES["Tensor"], lambda value: hasattr(value, "untyped_storage")):
+        may_be = {**_TYPES, "Tensor": of_tensor}
+        for name, value in given.items():
+            annotation = str(function.__annotations__.get(name, "Any"))
+            types = re.sub(r"\[.*\]", "", annotation).split(" | ")
+            if all(kind in may_be and not may_be[kind](value) for kind in types):
+                return f"{name}: expected {annotation}, got {type(value).__name__}"
+    return None

@@ -1,4 +1,5 @@
-"""An argument of a wrong type is an error whose text names the argument, for every argument of every builtin."""
+"""An argument of a wrong type is an error whose text names the argument, for every argument of every builtin and of
+every public function that is written in Python."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 
+import oxmoe
+import public_calls
 from oxmoe import ExpertWeights, _oxmoe
 from oxmoe.allreduce.fusion import _Operands
 
@@ -307,3 +310,95 @@ def test_numbers_that_fit_no_integer(number: int) -> None:
         _oxmoe.workspace_bytes(bf16_experts(), number, K)
     with pytest.raises(ValueError, match=r"^world_size: "):
         _oxmoe.allreduce_bytes(number, T, H, "bfloat16")
+
+
+# Functions written in Python: `oxmoe.__all__`, with the calls of public_calls.py.
+
+# An argument -> the name that `moe`, `ExpertWeights`, the quantiser and mm_mxfp8 have for it in their errors.
+OWN_NAMES = {
+    **{"output": "out", "moe_output": "out", "output_dtype": "out_dtype", "n_rows": "num_token_non_padded"},
+    **{"input": "x", "hidden_states": "x", "activations_in": "x", "routing_logits": "router_logits"},
+    **{"token_selected_experts": "topk_ids", "token_final_scales": "topk_weights"},
+    **{"gemm1_bias": "b13", "fc1_expert_biases": "b13", "gemm2_bias": "b2", "fc2_expert_biases": "b2"},
+    **{"gemm1_weights": "w13", "gemm1_weights_scale": "w13_scale"},
+    **{"gemm2_weights": "w2", "gemm2_weights_scale": "w2_scale", "scale_tensor": "scales"},
+}
+# Arguments without a meaning in oxmoe.
+WITHOUT_MEANING = {
+    *("enable_pdl", "launch_with_pdl", "tune_max_num_tokens", "use_fused_finalize", "aux_stream"),
+    *("profile_ids", "cluster_rank", "scratchpad", "intermediate_buffer", "activation", "global_num_experts"),
+}
+ROUTING = {"routing_bias", "n_group", "topk_group", "routed_scaling_factor", "routing_method_type"}
+WEIGHTS_OF_A_SIZE = {"gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale", "weight_layout"}
+# Arguments that these calls do not read: the format, the routing or the other operands say what they would.
+UNREAD: dict[str, set[str]] = {
+    "cutlass_fused_moe_workspace_size": {"x_dtype", "output_dtype", "device"},
+    "trtllm_fused_moe_workspace_size": WEIGHTS_OF_A_SIZE | {"device", "tactic"},
+    "cute_dsl_fused_moe_bf16": {"tactic"},
+    "prepare_cutlass_fused_moe": {"hidden_size"},
+    "triton_kernel_fused_experts_with_bias": {"gate_scal", "gather_indx", "scatter_indx", "n_expts_act"},
+    # Any object with some of the fields of SGLang's configuration.
+    "fused_experts": {"moe_runner_config"},
+    "fused_experts_flashinfer_mxfp4": {"runner_config"},
+    **{name: ROUTING for name in public_calls.MAKERS if name.endswith("_routed_moe")},
+}
+for name in public_calls.MAKERS:
+    if name.startswith(("trtllm_bf16", "trtllm_fp8_per")):
+        UNREAD[name] = UNREAD.get(name, set()) | {"intermediate_size"}
+PUBLIC = [
+    (name, argument)
+    for name in public_calls.MAKERS
+    for argument, parameter in inspect.signature(getattr(oxmoe, name)).parameters.items()
+    # Everything is true or false.
+    if "bool" not in str(parameter.annotation)
+]
+
+
+def public_operands(name: str) -> dict[str, Any]:
+    return public_calls.MAKERS[name](public_calls.Draws(torch.Generator().manual_seed(7)))
+
+
+def test_every_public_function_is_here() -> None:
+    functions = {name for name in oxmoe.__all__ if callable(getattr(oxmoe, name))}
+    classes = {name for name in functions if isinstance(getattr(oxmoe, name), type)}
+    assert functions - classes - builtins() - public_calls.OF_RANKS <= set(public_calls.MAKERS)
+    assert set(public_calls.MAKERS) <= functions and not set(public_calls.MAKERS) & public_calls.OF_RANKS
+    assert functions >= public_calls.OF_RANKS
+
+
+@pytest.mark.parametrize("name", public_calls.MAKERS)
+def test_right_call_of_a_public_function(name: str) -> None:
+    getattr(oxmoe, name)(**public_operands(name))
+
+
+@pytest.mark.parametrize(("name", "argument"), PUBLIC)
+def test_wrong_type_in_a_public_function(name: str, argument: str) -> None:
+    operands = {**public_operands(name), argument: object()}
+    if argument in WITHOUT_MEANING | UNREAD.get(name, set()):
+        getattr(oxmoe, name)(**operands)
+        return
+    with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+        getattr(oxmoe, name)(**operands)
+    words = str(raised.value)
+    own = "codes" if (name, argument) == ("mxfp8_dequantize_host", "input") else OWN_NAMES.get(argument, argument)
+    assert argument in words or words.startswith(f"{own}: "), words
+
+
+def test_a_wrong_argument_is_told_with_its_annotation() -> None:
+    operands = public_operands("trtllm_bf16_moe")
+    with pytest.raises(TypeError, match=r"^gemm1_alpha: expected Tensor \| None, got list"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": [1.0]})
+    with pytest.raises(TypeError, match=r"^local_num_experts: expected int, got str"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "local_num_experts": "4"})
+    # Python's own words name arguments that are missing or unknown.
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'hidden_states'"):
+        oxmoe.trtllm_bf16_moe(**{name: value for name, value in operands.items() if name != "hidden_states"})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
+        oxmoe.trtllm_bf16_moe(**operands, unknown=1)
+
+    # Where no argument has a wrong type, the error stays what it is.
+    class Odd:
+        def __dlpack__(self) -> None: ...
+
+    with pytest.raises(AttributeError, match="'Odd' object has no attribute"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": Odd()})

@@ -13,7 +13,10 @@ import torch
 
 import fuzz_api
 import fuzz_dlpack
+import fuzz_public
+import oxmoe
 from fuzz_calls import Call
+from public_calls import OF_RANKS
 
 PARTS, CALLS, SECONDS = 4, 20000, 60
 
@@ -32,6 +35,18 @@ def test_random_calls(part: int, request: pytest.FixtureRequest) -> None:
         ended[name.rpartition(" ")[2]] += count
     assert ended["result"] >= 0.15 * run.calls, ended
     assert ended["error"] >= 0.3 * run.calls, ended
+
+
+def test_every_public_function_is_drawn() -> None:
+    """Every function of `oxmoe.__all__` is called, but for the collective ones and two without operands."""
+    drawn = {*fuzz_public.NAMES}
+    for draw in set(fuzz_api.DRAWS) - {fuzz_public.draw_public}:
+        for number in range(12):
+            call = draw(random.Random(number), torch.Generator().manual_seed(number))
+            drawn.add(call.name.partition(" ")[0])
+    functions = {name for name in oxmoe.__all__ if callable(getattr(oxmoe, name))}
+    classes = {name for name in functions if isinstance(getattr(oxmoe, name), type)}
+    assert functions - classes - drawn == OF_RANKS | {"device_info", "stats"}
 
 
 def faulty(run: Any, outputs: tuple[str, ...] = ()) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 import oxmoe
+import public_calls
 from fuzz_dlpack import Foreign
 from oxmoe import nvfp4, quantize, reference
 from oxmoe.testing import same_bits
@@ -87,3 +90,74 @@ def test_the_reference_of_groups_takes_integers_of_more_than_64_bits() -> None:
     assert same_bits(codes, expected) and scales.equal(expected_scales)
     quantised, theirs = quantize.per_token_group_quant_fp8(x, 128, eps=2**64)
     assert same_bits(quantised, codes) and theirs.equal(scales)
+
+
+def public(name: str, **changed: Any) -> Any:
+    """Makes a right call of a public function with some operands changed."""
+    operands = public_calls.MAKERS[name](public_calls.Draws(torch.Generator().manual_seed(3)))
+    return getattr(oxmoe, name)(**{**operands, **changed})
+
+
+def freed(*shape: int) -> torch.Tensor:
+    tensor = torch.ones(shape)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def test_freed_operands_of_flashinfers_calls() -> None:
+    """Reading these ended the process, or was an error of torch's that named no operand."""
+    with pytest.raises(ValueError, match=r"^output1_scales_gate_scalar: its storage has 0 bytes"):
+        public("prepare_trtllm_fp8_per_tensor_scale_moe", output1_scales_gate_scalar=freed(4))
+    with pytest.raises(ValueError, match=r"^hidden_states_scale: its storage has 0 bytes"):
+        public("trtllm_fp8_block_scale_moe", hidden_states_scale=freed(1, 3))
+    for operand in ("gemm1_beta", "output1_scale_scalar"):
+        with pytest.raises(ValueError, match=f"^{operand}: expected a tensor in memory, got Tensor on meta"):
+            public("trtllm_fp4_block_scale_moe", **{operand: torch.ones(4, device="meta")})
+
+
+def test_outputs_of_fused_topk_deepseek_are_written_all_or_none() -> None:
+    ids = torch.zeros(3, 2, dtype=torch.int32)
+    with torch.inference_mode():
+        of_inference = torch.zeros(3, 2, dtype=torch.int16)
+    for words, changed in (
+        ("topk_values: its elements overlap in memory", {"topk_values": torch.zeros(1, 2).expand(3, 2)}),
+        ("topk_indices: shares memory with topk_values", {"topk_values": ids.view(torch.float32), "topk_indices": ids}),
+        ("topk_indices: expected device cpu, got meta", {"topk_indices": ids.to("meta")}),
+        ("routing_replay_out: was made in inference mode", {"routing_replay_out": of_inference}),
+        (
+            r"routing_replay_out: expected \[3 or more, 2\], got shape \(2, 2\)",
+            {"routing_replay_out": torch.zeros(2, 2, dtype=torch.int16)},
+        ),
+    ):
+        values = torch.full((3, 2), 7.0)
+        with pytest.raises(ValueError, match=words):
+            public("fused_topk_deepseek", **{"topk_values": values, **changed})
+        assert bool((values == 7).all())
+
+
+def test_operands_of_flashinfers_calls_that_no_check_named() -> None:
+    for name, words, changed in (
+        ("trtllm_fp4_block_scale_moe", "gemm1_weights: expected dtype uint8 or", {"gemm1_weights": torch.bool}),
+        (
+            "prepare_trtllm_fp4_block_scale_moe",
+            "gemm2_weights_scale: expected dtype",
+            {"gemm2_weights_scale": torch.bool},
+        ),
+    ):
+        operands = public_calls.MAKERS[name](public_calls.Draws(torch.Generator().manual_seed(3)))
+        with pytest.raises(ValueError, match=words):
+            public(name, **{operand: operands[operand].view(dtype) for operand, dtype in changed.items()})
+    with pytest.raises(ValueError, match=r"^hidden_states: expected \[T, H\], got shape \(\)"):
+        public("triton_kernel_fused_experts_with_bias", hidden_states=torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"^hidden_states: expected \[T, H\], got shape \(\)"):
+        public("fused_experts_flashinfer_mxfp4", hidden_states=torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"^token_selected_experts: expected \[T, top_k\], got shape \(\)"):
+        public("cute_dsl_fused_moe_bf16", token_selected_experts=torch.tensor(1))
+    with pytest.raises(
+        ValueError, match=r"^local_num_experts: expected a number of experts, got 1267650600228229401496"
+    ):
+        public("trtllm_fp8_block_scale_moe", num_experts=torch.tensor(4), local_num_experts=1 << 100)
+    with pytest.raises(ValueError, match="tp_rank: expected 0 or more, got -1"):
+        public("prepare_cutlass_fused_moe", tp_rank=-1)
+    with pytest.raises(NotImplementedError, match="valid_hidden_size: no kernel for padded weights with DeepSeekFp8"):
+        public("prepare_trtllm_fp8_block_scale_moe", valid_hidden_size=96)

@@ -28,6 +28,7 @@ CALLS = {
         *("trtllm_fp8_per_channel_scale_moe", "trtllm_fp8_per_channel_scale_routed_moe", "pad_trtllm_moe_weights"),
     ),
     "fused_moe/fused_routing_dsv3.py": ("fused_topk_deepseek",),
+    "fused_moe/hash_topk.py": ("hash_topk",),
     "fused_moe/monomoe.py": ("mono_moe", "has_monomoe", "alloc_scratchpad", "get_scratchpad_size_bytes"),
     "fused_moe/cute_dsl/sm90_fused_moe.py": (
         *("cute_dsl_fused_moe_bf16", "CuteDslBf16MoEWrapper.__init__", "CuteDslBf16MoEWrapper.run"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import oxmoe
 from cases import Shape, make_layer, make_routing, make_x, tie_free_logits
-from fp8_cases import make_fp8_tensor
+from fp8_cases import make_fp8, make_fp8_tensor
 from mxfp4_cases import make_blocks
 from nvfp4_cases import make as make_nvfp4
 from oxmoe import nvfp4
@@ -484,12 +484,23 @@ def test_workspace_size() -> None:
     for mode, format in (("fp8_block_scale", "fp8_block"), ("mxfp8", "mxfp8"), ("mxint4", "int4")):
         own = oxmoe._oxmoe.shape_workspace_bytes(4, 3, 256, 128, 32, format=format)
         assert size(*whole, quant_mode=mode, local_num_experts=4, tactic=(8, -1)) == own > 0
+    with_shared = size(*whole, quant_mode="mxfp8", num_fused_shared_experts=2)
+    assert with_shared == oxmoe._oxmoe.shape_workspace_bytes(10, 5, 256, 128, 32, format="mxfp8") > 0
     plain = size(*whole, quant_mode="bf16", activation_type=SimpleNamespace(name="Relu2"))
     assert plain == oxmoe._oxmoe.shape_workspace_bytes(8, 3, 256, 128, 32, gated=False)
     calls: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, "quant_mode: expected one of 'bf16', .*, got 'fp4'", {"quant_mode": "fp4"}),
         (NotImplementedError, "quant_mode: no kernel for 'mxfp4_mxfp8'; served are", {"quant_mode": "mxfp4_mxfp8"}),
-        (NotImplementedError, "no kernel for num_fused_shared_experts", {"num_fused_shared_experts": 1}),
+        (
+            ValueError,
+            "num_fused_shared_experts: expected 0 or more, and with them all 8 experts here, got 1 with local_num_exp",
+            {"num_fused_shared_experts": 1, "local_num_experts": 4},
+        ),
+        (
+            NotImplementedError,
+            "no kernel for num_fused_shared_experts with bf16",
+            {"num_fused_shared_experts": 1, "quant_mode": "bf16"},
+        ),
         (NotImplementedError, "no kernel for use_per_token_scale", {"use_per_token_scale": True}),
         (ValueError, "valid_intermediate_size: expected 1 to 128 .*, got 0", {"valid_intermediate_size": 0}),
         (ValueError, "local_num_experts: expected at most num_experts 8, got 9", {"local_num_experts": 9}),
@@ -500,6 +511,54 @@ def test_workspace_size() -> None:
             size(*whole, **{"quant_mode": "nvfp4"} | options)
     with pytest.raises(ValueError, match="max_num_tokens: expected 1 or more, got 0"):
         size(0, *whole[1:], quant_mode="bf16")
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "fp8_block"])
+def test_fused_shared_experts(format: str, shared: int, device: str, rng: torch.Generator) -> None:
+    """The last experts are every token's, with weight 1. The others are routed as DeepSeek-V3 does it."""
+    tokens, routed_experts = 9, SHAPE.experts - shared
+    if format == "fp8_block":
+        made = make_fp8(SHAPE, device, rng)
+        weights, call = made.weights(), oxmoe.trtllm_fp8_block_scale_moe
+        x, x_scale = oxmoe.quantize.per_token_group_quant_fp8(make_x(tokens, SHAPE, torch.bfloat16, device, rng), 128)
+        hidden = {"hidden_states": x, "hidden_states_scale": x_scale.t().contiguous()}
+        own: dict[str, Any] = {"x": x, "x_scale": x_scale}
+        names = ("gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights_scale")
+        given = dict(zip(names, (made.w13, made.w13_scale, made.w2, made.w2_scale), strict=True))
+    else:
+        weights, given, _ = LAYERS[format](device, rng)
+        hidden, own = tokens_of(format, tokens, device, rng)
+        call = CALLS[format][0]
+    logits = tie_free_logits(tokens, routed_experts, rng).to(device)
+    bias = (0.1 * torch.randn(routed_experts, generator=rng)).to(device)
+    part = sizes(num_experts=routed_experts, local_num_experts=routed_experts, routed_scaling_factor=2.5)
+    method = {"routing_logits": logits, "routing_method_type": 2, "routing_bias": bias}
+    arguments = {**method, **hidden, **given, **part, "num_fused_shared_experts": shared}
+    replay = torch.full((tokens + 1, SHAPE.top_k), -7, dtype=torch.int16, device=device)
+    out = torch.full((tokens, SHAPE.hidden), torch.nan, dtype=torch.bfloat16, device=device)
+    result = call(**arguments, output=out, routing_replay_out=replay)
+    assert (result[0] if isinstance(result, list) else result) is out
+    # The definition, in fp64 and with the ids that it chooses.
+    scores = logits.double().sigmoid()
+    ids = (scores + bias.double()).topk(SHAPE.top_k).indices
+    chosen = scores.gather(1, ids)
+    chosen = torch.cat([2.5 * chosen / chosen.sum(1, keepdim=True), chosen.new_ones(tokens, shared)], 1).float()
+    all_ids = torch.cat([ids, torch.arange(routed_experts, SHAPE.experts, device=device).expand(tokens, shared)], 1)
+    expected = oxmoe.moe(**own, weights=weights, topk_weights=chosen, topk_ids=all_ids)
+    assert bool(expected.any()) and float((out - expected).float().norm()) < 1e-2 * float(expected.float().norm())
+    assert torch.equal(replay[:tokens].long(), ids) and bool((replay[tokens:] == -7).all())
+    rows, gates, places = call(**arguments, do_finalize=False)
+    assert gates.shape == (tokens, SHAPE.top_k + shared) and gates.dtype == torch.bfloat16
+    assert rows.shape == (places.numel(), SHAPE.hidden) and bool((gates[:, SHAPE.top_k :] == 1).all())
+    for words, changed in (
+        (r"expected all \d experts here .*, got local_expert_offset 0, local_num_experts 4", {"local_num_experts": 4}),
+        (r"expected routing_method_type DeepSeekV3 \(2\), got 1", {"routing_method_type": 1}),
+    ):
+        with pytest.raises(ValueError, match=f"num_fused_shared_experts: {words}"):
+            call(**{**arguments, **changed})
+    with pytest.raises(ValueError, match=r"gemm1_weights: expected \d+ experts \(local_num_experts\), got 8"):
+        call(**{**arguments, "num_fused_shared_experts": shared + 1})
 
 
 def test_refusals(rng: torch.Generator) -> None:
@@ -520,8 +579,6 @@ def test_refusals(rng: torch.Generator) -> None:
     hidden, _ = tokens_of("nvfp4", 5, "cpu", rng)
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     for error, words, changed in (
-        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.ones(8) * 2}),
-        (NotImplementedError, "no kernel for NVFP4 weights with gemm1_alpha", {"gemm1_alpha": torch.arange(8.0)}),
         (NotImplementedError, "no kernel for per_token_scale", {"per_token_scale": torch.ones(5)}),
         (NotImplementedError, "no kernel for nvfp4_4over6", {"nvfp4_4over6": object()}),
         (NotImplementedError, "no kernel for routing_metadata", {"routing_metadata": object()}),
@@ -540,6 +597,9 @@ def test_refusals(rng: torch.Generator) -> None:
     hidden, _ = tokens_of("mxfp4", 5, "cpu", rng)
     call = {"topk_ids": (ids, gates), **hidden, **given, **sizes()}
     assert run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.ones(8)}).any()
+    for name, size in (("gemm1_bias", 256), ("gemm2_bias", 256)):
+        with pytest.raises(ValueError, match=rf"{name}: expected shape \[8, {size}\], got \[8, {size // 2}\]"):
+            run(CALLS["mxfp4"][1], "mxfp4", **call | {name: torch.ones(8, size // 2)})
     with pytest.raises(NotImplementedError, match="output1_scale_scalar: no kernel for MXFP4 weights with other"):
         run(CALLS["mxfp4"][1], "mxfp4", **call | {"output1_scale_scalar": torch.full((8,), 2.0)})
     with pytest.raises(NotImplementedError, match="output2_scale_scalar: no kernel for MXFP4 weights with other"):

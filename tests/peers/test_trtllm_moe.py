@@ -327,7 +327,6 @@ def test_signatures() -> None:
     [
         ({"fp8_quantization_type": 4}, "no kernel for fp8_quantization_type 4; served: fp8_quantization_type DeepSeek"),
         ({"activation_type": 4}, "no kernel for activation_type 4"),
-        ({"num_fused_shared_experts": 1}, "no kernel for num_fused_shared_experts"),
         ({"valid_hidden_size": 200}, "no kernel for valid_hidden_size, valid_intermediate_size with DeepSeekFp8"),
         ({"routing_method_type": Method.Unspecified}, "routing_method_type: no kernel for .*; served are Default"),
         ({"weight_layout": 1, "use_shuffled_weight": True}, "weight_layout: no kernel for 1; served are MajorK"),

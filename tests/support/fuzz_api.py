@@ -36,6 +36,7 @@ from torch import Tensor
 import forked
 import fuzz_calls
 import fuzz_numbers
+import fuzz_public
 from fuzz_dlpack import Foreign, Lying
 from fuzz_mutations import Subclass, mutate, to_numpy
 
@@ -48,9 +49,12 @@ NAMED = re.compile(
     r"|DataDependentOutputException|Please convert all Tensors to FakeTensors"
 )
 # Errors that functions written in torch raise for numpy's arrays.
-TORCH_ALONE = re.compile(r"expected a torch tensor|numpy does not have")
+TORCH_ALONE = re.compile(
+    r"expected a torch tensor|numpy does not have|got ndarray$|is a numpy array .* is a torch tensor"
+)
 DRAWS = [
     *([fuzz_calls.draw_moe] * 8 + [fuzz_calls.draw_fused] * 2 + [fuzz_calls.draw_rows] * 5),
+    *([fuzz_public.draw_public] * 8),
     *([fuzz_calls.draw_topk] * 3 + [fuzz_calls.draw_sort] + [fuzz_calls.draw_routing] * 2),
     *(
         getattr(fuzz_numbers, name)

@@ -10,6 +10,11 @@ if TYPE_CHECKING:
 
 def check_part(num_experts: int, local_expert_offset: int, num_local_experts: int, name: str) -> None:
     """Raises ValueError if these are no experts of num_experts. name: what the caller calls num_local_experts."""
+    sizes = {"num_experts": num_experts, "local_expert_offset": local_expert_offset, name: num_local_experts}
+    for argument, size in sizes.items():
+        if not -(2**31) <= int(size) < 2**31:
+            raise ValueError(f"{argument}: expected a number of experts, got {size}")
+    num_experts, local_expert_offset, num_local_experts = (int(size) for size in sizes.values())
     if num_local_experts < 1 or not 0 <= local_expert_offset <= num_experts - num_local_experts:
         raise ValueError(
             f"local_expert_offset: experts {local_expert_offset} to {local_expert_offset + num_local_experts} "
@@ -22,7 +27,7 @@ def by_rank(
 ) -> tuple[Tensor, dict[str, int]]:
     """Returns ids and options of `moe` for a rank that holds num_local_experts from local_expert_offset on. Where ranks
     are no equal parts of the experts, the ids are made local ones, in a few operations of torch."""
-    offset, local = local_expert_offset, num_local_experts
+    num_experts, offset, local = int(num_experts), int(local_expert_offset), int(num_local_experts)
     if offset % local == 0:
         return topk_ids, {"ep_size": max(offset // local + 1, -(-num_experts // local)), "ep_rank": offset // local}
     import torch

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from oxmoe._oxmoe import ExpertWeights, workspace_bytes
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, situ_options
 from oxmoe.peers.kept import Cache
@@ -448,6 +448,7 @@ def _times(name: str, alpha: Tensor, scales: Tensor) -> Tensor:
     return moved.where(scales != 255, 255).to(torch.uint8)
 
 
+@named_arguments
 def cute_dsl_fused_moe(
     x: Tensor,
     x_sf: Tensor | None,

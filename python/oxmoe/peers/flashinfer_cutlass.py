@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_counts, check_tensor
+from oxmoe.operands import check_counts, check_tensor, checked_arguments, named_arguments
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
@@ -29,6 +29,7 @@ def _name(dtype: Any) -> Any:
     return _OF_DTYPES.get(name_of(dtype), name_of(dtype))
 
 
+@checked_arguments
 def prepare_cutlass_fused_moe(
     fc1_expert_weights: Tensor,
     fc2_expert_weights: Tensor,
@@ -95,6 +96,8 @@ def prepare_cutlass_fused_moe(
     if use_w4_group_scaling is None:
         packed = name_of(fc1_expert_weights.dtype) in formats.PACKED
         use_w4_group_scaling = packed and (len(scales) < 3 or use_packed_weights)
+    if not hasattr(tp_rank, "__index__") or tp_rank < 0:
+        raise ValueError(f"tp_rank: expected 0 or more, got {tp_rank!r}")
     format = formats.format_of(
         fc1_expert_weights,
         scales,
@@ -116,6 +119,7 @@ def prepare_cutlass_fused_moe(
     return result
 
 
+@named_arguments
 def cutlass_fused_moe(
     input: Tensor,
     token_selected_experts: Tensor,
@@ -295,6 +299,7 @@ def _kept(
     return cache.get((fc1, fc2, *scales), others, (format, min(tp_rank, 1), activation, hidden_size, dtype), make)
 
 
+@named_arguments
 def cutlass_fused_moe_workspace_size(
     max_num_tokens: int,
     hidden_size: int,
@@ -342,9 +347,15 @@ def cutlass_fused_moe_workspace_size(
         raise ValueError(
             f"num_experts_total: expected a number divisible by ep_size {ep_size}, got {num_experts_total}"
         )
-    unscaled = use_packed_weights and not use_w4_group_scaling
-    if min_latency_mode or unscaled or use_wfp4afp8_humming or backend != "cutlass":
-        raise NotImplementedError(f"cutlass_fused_moe_workspace_size: served are {SERVED}")
+    unserved = {
+        "min_latency_mode": min_latency_mode,
+        "use_packed_weights without use_w4_group_scaling": use_packed_weights and not use_w4_group_scaling,
+        "use_wfp4afp8_humming": use_wfp4afp8_humming,
+        f"backend {backend!r}": backend != "cutlass",
+    }
+    if any(unserved.values()):
+        given = ", ".join(name for name, used in unserved.items() if used)
+        raise NotImplementedError(f"cutlass_fused_moe_workspace_size: no kernel for {given}; served are {SERVED}")
     dtype, of_nvfp4 = name_of(weight_dtype), "nvfp4" if str(device).startswith("cpu") else "nvfp4-a4"
     if dtype == "float8_e4m3fn":
         format = (
@@ -363,6 +374,7 @@ def cutlass_fused_moe_workspace_size(
     )
 
 
+@named_arguments
 def fused_experts_flashinfer_mxfp4(
     hidden_states: Tensor,
     topk_output: Any,
@@ -380,6 +392,7 @@ def fused_experts_flashinfer_mxfp4(
     hidden_states itself where T is 0, and else this rank's part of the sum. weights: as in `cutlass_fused_moe`, which
     see; then quant_info gives nothing.
     """
+    check_tensor("hidden_states", hidden_states, "T", "H")
     if hidden_states.shape[0] == 0:
         return hidden_states
     names = ("moe_tp_size", "moe_tp_rank", "moe_ep_size", "moe_ep_rank")
@@ -389,6 +402,10 @@ def fused_experts_flashinfer_mxfp4(
     if not 0 <= tp_rank < tp_size:
         raise ValueError(f"runner_config: expected 0 <= moe_tp_rank < moe_tp_size, got {tp_rank} and {tp_size}")
     if weights is None:
+        if not hasattr(quant_info, "w13_weight"):
+            raise ValueError(
+                f"quant_info: expected SGLang's FlashInferCutlassMxfp4MoeQuantInfo, got {type(quant_info).__name__}"
+            )
         others = ("mxfp4_weight_global_scale", "w13_humming_residual_scale", "w2_humming_residual_scale")
         unserved = [name for name in others if getattr(quant_info, name, None) is not None]
         if unserved:

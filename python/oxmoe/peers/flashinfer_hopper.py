@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
@@ -45,6 +45,7 @@ def alloc_scratchpad(device: Any) -> Tensor:
     return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
 
 
+@named_arguments
 def mono_moe(
     activations_in: Tensor,
     router_logits: Tensor,
@@ -101,6 +102,7 @@ def mono_moe(
     )
 
 
+@named_arguments
 def cute_dsl_fused_moe_bf16(
     x: Tensor,
     token_selected_experts: Tensor,
@@ -141,8 +143,10 @@ def cute_dsl_fused_moe_bf16(
     if name not in _ACTIVATIONS:
         raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
     activation, gated = _ACTIVATIONS[name]
-    for operand, tensor in (("x", x), ("w1_weight", w1_weight), ("w2_weight", w2_weight)):
-        check_tensor(operand, tensor)
+    check_tensor("x", x)
+    check_tensor("w1_weight", w1_weight, "experts", "rows", "K")
+    check_tensor("w2_weight", w2_weight, "experts", "rows", "K")
+    check_tensor("token_selected_experts", token_selected_experts, "T", "top_k")
     local = num_experts if num_local_experts is None else num_local_experts
     check_part(num_experts, local_expert_offset, local, "num_local_experts")
     if w1_weight.shape[0] != local:
@@ -160,7 +164,6 @@ def cute_dsl_fused_moe_bf16(
         if swiglu_limit < FP32_MAX:
             options["limit"] = swiglu_limit
     w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
-    check_tensor("token_selected_experts", token_selected_experts)
     ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
     operands = (x, w13, w2_weight, token_final_scales, ids)
     return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)

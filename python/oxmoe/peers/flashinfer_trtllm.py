@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -31,6 +31,7 @@ from oxmoe.peers.flashinfer_trtllm_routing import (
     of_local_experts,
     routing_options,
     run,
+    shared_experts,
 )
 from oxmoe.peers.kept import Cache, number
 from oxmoe.tracing import tracing
@@ -47,6 +48,7 @@ _GEMMS = "gemm1_weights", "gemm1_weights_scale", "gemm2_weights", "gemm2_weights
 cache = Cache()
 
 
+@checked_arguments
 def prepare_trtllm_fp8_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -58,7 +60,7 @@ def prepare_trtllm_fp8_block_scale_moe(
     gemm1_alpha: Tensor | None = None,
     gemm1_beta: Tensor | None = None,
     gemm1_clamp_limit: Tensor | None = None,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     gemm1_bias: Tensor | None = None,
     gemm2_bias: Tensor | None = None,
     activation_type: Any = SWIGLU,
@@ -98,7 +100,11 @@ def prepare_trtllm_fp8_block_scale_moe(
         b2 = plain_biases(b2, of_shuffle)
         if not (use_shuffled_weight and mxfp8):
             w13_scale, w2_scale = w13_scale.clone(), w2_scale.clone()
-    if mxfp8:
+    if not mxfp8:
+        given = {"valid_hidden_size": valid_hidden_size, "valid_intermediate_size": valid_intermediate_size}
+        if names := [name for name, size in given.items() if size is not None]:
+            raise NotImplementedError(f"{', '.join(names)}: no kernel for padded weights with DeepSeekFp8")
+    else:
         sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, w13.shape[-1], w2.shape[-1])
         (w13, w13_scale, b13), (w2, w2_scale, b2) = without_padding(
             (w13, w13_scale, b13), (w2, w2_scale, b2), (1, 32, 1), sizes, gated=options["gated"]
@@ -165,6 +171,7 @@ def _tokens(
         raise ValueError(f"weights: expected {expected} experts (fp8_quantization_type), got {weights.format}")
     if scale is None:
         return hidden_states, None
+    check_tensor("hidden_states_scale", scale)
     if quantization == MXFP8:
         _check_mxfp8_scale(scale, tokens, hidden)
         import torch
@@ -189,8 +196,8 @@ def _run(
     local_num_experts: int,
     *,
     use_shuffled_weight: bool,
-    weight_layout: Any,
-    fp8_quantization_type: Any,
+    weight_layout: int,
+    fp8_quantization_type: int,
     activation_type: Any,
     output: Tensor | None,
     activation: tuple[Tensor | None, Tensor | None, Tensor | None],
@@ -319,6 +326,7 @@ def _weights(
     )
 
 
+@named_arguments
 def trtllm_fp8_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -338,11 +346,11 @@ def trtllm_fp8_block_scale_moe(
     routed_scaling_factor: float | None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = False,
-    weight_layout: Any = MAJOR_K,
+    weight_layout: int = MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     tune_max_num_tokens: int = 8192,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     *,
     num_fused_shared_experts: int | None = None,
     activation_type: Any = SWIGLU,
@@ -372,10 +380,10 @@ def trtllm_fp8_block_scale_moe(
     ActivationType. SwigluStep takes gemm1_clamp_limit alone, by default 7; Geglu and Relu2 take none of the three.
 
     Experts local_expert_offset to local_expert_offset + local_num_experts are held here; the output is their part of
-    the sum. routing_replay_out int16 [>= T, top_k] gets the chosen ids, best first. workspace_buffer: uint8 or int8,
-    256-byte aligned; if it has `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the
-    call allocates its own. It is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens
-    have no meaning here.
+    the sum. num_fused_shared_experts: as in `trtllm_fp4_block_scale_moe`. routing_replay_out int16 [>= T, top_k] gets
+    the chosen ids, best first. workspace_buffer: uint8 or int8, 256-byte aligned; if it has
+    `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the call allocates its own. It
+    is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens have no meaning here.
     """
     routing = routing_options(
         routing_method_type,
@@ -386,17 +394,20 @@ def trtllm_fp8_block_scale_moe(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    routing = finalized(by_logits(routing_logits, routing_replay_out, routing), do_finalize)
+    shared, experts = shared_experts(
+        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+    )
+    routing = finalized(by_logits(routing_logits, routing_replay_out, routing, shared), do_finalize)
     return _run(
         "trtllm_fp8_block_scale_moe",
         routing,
         hidden_states,
         hidden_states_scale,
         (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        num_experts,
+        experts[0],
         intermediate_size,
-        local_expert_offset,
-        local_num_experts,
+        experts[1],
+        experts[2],
         use_shuffled_weight=use_shuffled_weight,
         weight_layout=weight_layout,
         fp8_quantization_type=fp8_quantization_type,
@@ -405,12 +416,13 @@ def trtllm_fp8_block_scale_moe(
         activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
         biases=(gemm1_bias, gemm2_bias),
         padded=(valid_hidden_size, valid_intermediate_size),
-        unserved={"num_fused_shared_experts": bool(num_fused_shared_experts)},
+        unserved={},
         workspace_buffer=workspace_buffer,
         weights=weights,
     )
 
 
+@named_arguments
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -430,14 +442,14 @@ def trtllm_fp8_block_scale_routed_moe(
     routed_scaling_factor: float | None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = False,
-    weight_layout: Any = MAJOR_K,
+    weight_layout: int = MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     *,
     gemm1_lora_delta: Tensor | None = None,
     output: Tensor | None = None,
     tune_max_num_tokens: int = 8192,
-    fp8_quantization_type: Any = DEEPSEEK_FP8,
+    fp8_quantization_type: int = DEEPSEEK_FP8,
     activation_type: Any = SWIGLU,
     gemm1_alpha: Tensor | None = None,
     gemm1_beta: Tensor | None = None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, halves, unshuffled
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@checked_arguments
 def prepare_trtllm_fp8_per_channel_scale_moe(
     gemm1_weights: Tensor,
     gemm1_per_channel_weight_scale: Tensor,
@@ -72,6 +73,7 @@ def prepare_trtllm_fp8_per_channel_scale_moe(
     return ExpertWeights.fp8_tensor(w13, w2, w13_scale, w2_scale * of_outputs[:, None], **options)
 
 
+@named_arguments
 def trtllm_fp8_per_channel_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -122,6 +124,7 @@ def trtllm_fp8_per_channel_scale_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_fp8_per_channel_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,

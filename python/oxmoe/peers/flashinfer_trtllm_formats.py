@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -40,10 +40,12 @@ if TYPE_CHECKING:
 cache = Cache()
 
 
-def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Tensor | None = None) -> dict[str, Any]:
-    """Returns options of ExpertWeights. given: alpha, beta and limit; limits: factors of the experts' limits.
+def activation(activation_type: Any, given: dict[str, Tensor | None], of_sums: Tensor | None = None) -> dict[str, Any]:
+    """Returns options of ExpertWeights. given: alpha, beta and limit. of_sums: factors of the experts that dequantise
+    GEMM1's sums; beta and limit are then in units of these sums.
 
-    Situ's gemm1_alpha bounds the gate, and its gemm1_beta bounds up. Each is 1 if it is not given.
+    Situ's gemm1_alpha bounds the gate, and its gemm1_beta bounds up. Each is 1 if it is not given. Both bound
+    dequantised numbers.
     """
     name = activation_of(activation_type)
     function, gated, clamp, default = ACTIVATIONS[name]
@@ -53,8 +55,9 @@ def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Te
         bounds = {"situ_beta": number(given["alpha"]), "situ_linear_beta": number(given["beta"])}
         bounds = {option: 1.0 if value is None else value for option, value in bounds.items()}
         return {"activation": function, "gated": gated, "layout": "up_gate", **bounds}
-    if limits is not None and given["limit"] is not None:
-        given = {**given, "limit": given["limit"].float() * limits}
+    if of_sums is not None:
+        sums = {"beta": "gemm1_beta", "limit": "gemm1_clamp_limit"}
+        given = {**given, **{option: _dequantised(name, given[option], of_sums) for option, name in sums.items()}}
     if name == "SwigluStep":
         unserved = [f"gemm1_{option}" for option in ("alpha", "beta") if given[option] is not None]
         if unserved:
@@ -66,6 +69,16 @@ def activation(activation_type: Any, given: dict[str, Tensor | None], limits: Te
     if gated:
         options["layout"] = "up_gate"
     return options | {option: value for option, value in numbers.items() if value is not None}
+
+
+def _dequantised(name: str, numbers: Tensor | None, of_sums: Tensor) -> Tensor | None:
+    """Returns numbers of the experts, given in units of GEMM1's sums, in units of dequantised numbers."""
+    if numbers is None:
+        return None
+    check_tensor(name, numbers)
+    if numbers.numel() != of_sums.numel():
+        raise ValueError(f"{name}: expected {of_sums.numel()} numbers (local experts), got {numbers.numel()}")
+    return numbers.float().reshape(-1) * of_sums
 
 
 def layer(
@@ -126,6 +139,7 @@ def three_dimensions(**weights: Tensor) -> None:
 # ---- bf16
 
 
+@checked_arguments
 def prepare_trtllm_bf16_moe(
     gemm1_weights: Tensor,
     gemm2_weights: Tensor,
@@ -161,6 +175,7 @@ def prepare_trtllm_bf16_moe(
     return ExpertWeights.bf16(w13, w2, **options)
 
 
+@named_arguments
 def trtllm_bf16_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -177,7 +192,7 @@ def trtllm_bf16_moe(
     routed_scaling_factor: float | None = None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = True,
-    weight_layout: Any = BLOCK_MAJOR_K,
+    weight_layout: int = BLOCK_MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     tune_max_num_tokens: int = 8192,
@@ -214,6 +229,7 @@ def trtllm_bf16_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_bf16_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     hidden_states: Tensor,
@@ -229,7 +245,7 @@ def trtllm_bf16_routed_moe(
     routed_scaling_factor: float | None = None,
     routing_method_type: Any = 0,
     use_shuffled_weight: bool = True,
-    weight_layout: Any = BLOCK_MAJOR_K,
+    weight_layout: int = BLOCK_MAJOR_K,
     do_finalize: bool = True,
     enable_pdl: bool | None = None,
     gemm1_lora_delta: Tensor | None = None,
@@ -269,7 +285,7 @@ def _bf16(
     gemm2_weights: Tensor,
     experts: tuple[int, int, int],
     use_shuffled_weight: bool,
-    weight_layout: Any,
+    weight_layout: int,
     activation_type: Any,
     numbers: tuple[Tensor | None, Tensor | None, Tensor | None],
     refused: dict[str, bool],
@@ -297,6 +313,7 @@ def by_method(
     routed_scaling_factor: float | None,
     routing_method_type: Any,
     norm_topk_prob: bool,
+    shared: int = 0,
 ) -> dict[str, Any]:
     options = routing_options(
         routing_method_type,
@@ -307,12 +324,13 @@ def by_method(
         routed_scaling_factor=routed_scaling_factor,
         norm_topk_prob=norm_topk_prob,
     )
-    return by_logits(routing_logits, routing_replay_out, options)
+    return by_logits(routing_logits, routing_replay_out, options, shared)
 
 
 # ---- fp8 with one scale
 
 
+@checked_arguments
 def prepare_trtllm_fp8_per_tensor_scale_moe(
     gemm1_weights: Tensor,
     output1_scales_scalar: Tensor,
@@ -363,6 +381,7 @@ def prepare_trtllm_fp8_per_tensor_scale_moe(
     )
 
 
+@named_arguments
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -411,6 +430,7 @@ def trtllm_fp8_per_tensor_scale_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,

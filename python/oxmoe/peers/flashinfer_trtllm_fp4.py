@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -16,7 +16,7 @@ from oxmoe.peers.flashinfer_trtllm_layouts import (
     valid_sizes,
     without_padding,
 )
-from oxmoe.peers.flashinfer_trtllm_routing import by_ids, finalized
+from oxmoe.peers.flashinfer_trtllm_routing import by_ids, check_dtype, finalized, shared_experts
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 LINEAR = 2  # flashinfer's SfLayout.layout_linear
 _BLOCKS = {32: "mxfp4", 16: "nvfp4"}
+# Dtypes as which callers view the bytes.
+_CODES = ("uint8", "int8", "float8_e4m3fn", "float4_e2m1fn_x2")
+_SCALES = ("float8_e4m3fn", "uint8", "int8", "float8_e8m0fnu")
 
 
 def _block(weights: Tensor, scale: Tensor) -> int:
@@ -40,12 +43,21 @@ def _block(weights: Tensor, scale: Tensor) -> int:
     return block
 
 
-def _ones(numbers: Tensor | None) -> bool:
+def _ones(numbers: Tensor) -> bool:
     """Whether all of the numbers are 1."""
-    shared = None if numbers is None else number(numbers.float().reshape(-1))
+    shared = number(numbers.float().reshape(-1))
     return isinstance(shared, float) and shared == 1
 
 
+def _check_bias(name: str, bias: Tensor | None, experts: int, rows: int) -> None:
+    if bias is None:
+        return
+    check_tensor(name, bias)
+    if tuple(bias.shape) != (experts, rows):
+        raise ValueError(f"{name}: expected shape [{experts}, {rows}], got {list(bias.shape)}")
+
+
+@checked_arguments
 def prepare_trtllm_fp4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -72,11 +84,12 @@ def prepare_trtllm_fp4_block_scale_moe(
     [El, H] in the same order. One scale byte for 32 numbers is MXFP4, one for 16 NVFP4.
 
     NVFP4 (W4A4): output1_scale_gate_scalar and output2_scale_scalar, fp32 [El], dequantise the sums of the GEMMs;
-    output1_scale_scalar is the first times the number that quantises GEMM1's output (without a gate that number
-    alone), the smallest of the experts'. With Situ, too, it is that number alone. Biases, alpha, beta and limit are
-    refused there, except an alpha of ones, Situ's alpha and beta, which bound dequantised numbers, and SwigluStep's
-    limit, which is in units of GEMM1's sums before output1_scale_gate_scalar. MXFP4 takes no such scalars but ones.
-    gemm1_alpha, gemm1_beta and gemm1_clamp_limit are as for `prepare_trtllm_bf16_moe`. valid_hidden_size and
+    output1_scale_scalar is the first times the number that quantises GEMM1's output. Without a gate and with Situ it is
+    that number alone. These are in units of the sums, as in flashinfer's kernels, so they are dequantised numbers over
+    output1_scale_gate_scalar: gemm1_bias, gemm1_beta and gemm1_clamp_limit; gemm2_bias is one over
+    output2_scale_scalar. gemm1_alpha multiplies the dequantised gate, and Situ's alpha and beta bound dequantised
+    numbers. MXFP4 takes no such scalars but ones, and biases, beta and limit of dequantised numbers. gemm1_alpha,
+    gemm1_beta and gemm1_clamp_limit are otherwise as for `prepare_trtllm_bf16_moe`. valid_hidden_size and
     valid_intermediate_size: of weights that `pad_trtllm_moe_weights` has padded, whose padding is dropped.
     """
     import torch
@@ -84,11 +97,26 @@ def prepare_trtllm_fp4_block_scale_moe(
     block = _block(gemm1_weights, gemm1_weights_scale)
     three_dimensions(gemm2_weights=gemm2_weights)
     check_tensor("gemm2_weights_scale", gemm2_weights_scale)
+    for name, weights in (("gemm1_weights", gemm1_weights), ("gemm2_weights", gemm2_weights)):
+        check_dtype(name, weights, *_CODES)
+    for name, scale in (("gemm1_weights_scale", gemm1_weights_scale), ("gemm2_weights_scale", gemm2_weights_scale)):
+        check_dtype(name, scale, *_SCALES)
+    experts = gemm1_weights.shape[0]
+    scalars = {
+        "output1_scale_scalar": output1_scale_scalar,
+        "output1_scale_gate_scalar": output1_scale_gate_scalar,
+        "output2_scale_scalar": output2_scale_scalar,
+    }
+    of_experts = _of_experts(scalars, experts) if block == 16 else {}
+    of_sums, of_outputs = of_experts.get("output1_scale_gate_scalar"), of_experts.get("output2_scale_scalar")
     numbers = {"alpha": gemm1_alpha, "beta": gemm1_beta, "limit": gemm1_clamp_limit}
-    step = activation_of(activation_type) == "SwigluStep"
-    of_limits = output1_scale_gate_scalar if step and block == 16 else None
-    options = activation(activation_type, numbers, None if of_limits is None else of_limits.float().reshape(-1))
-    gated, situ = options["gated"], options["activation"] == "situ"
+    options = activation(activation_type, numbers, of_sums)
+    gated = options["gated"]
+    for name, bias, rows in (
+        ("gemm1_bias", gemm1_bias, gemm1_weights.shape[1]),
+        ("gemm2_bias", gemm2_bias, gemm2_weights.shape[1]),
+    ):
+        _check_bias(name, bias, experts, rows)
     (w13, w13_scale), (w2, w2_scale) = (
         plain_blocks(
             weights.view(torch.uint8), scale.view(torch.uint8), weights.shape[2] * 2 // block, gated=shuffled_halves
@@ -98,59 +126,49 @@ def prepare_trtllm_fp4_block_scale_moe(
             (gemm2_weights, gemm2_weights_scale, False),
         )
     )
-    scalars = {
-        "output1_scale_scalar": output1_scale_scalar,
-        "output1_scale_gate_scalar": output1_scale_gate_scalar,
-        "output2_scale_scalar": output2_scale_scalar,
-    }
     sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, 2 * w13.shape[2], 2 * w2.shape[2])
-    biases: tuple[Tensor | None, Tensor | None] = (None, None)
-    if block == 32:
-        biases = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
+    b13, b2 = plain_biases(gemm1_bias, SHUFFLED_ROWS, gated=gated), plain_biases(gemm2_bias, SHUFFLED_ROWS)
     (w13, w13_scale, b13), (w2, w2_scale, b2) = without_padding(
-        (w13, w13_scale, biases[0]), (w2, w2_scale, biases[1]), (2, block, 1), sizes, gated=gated
+        (w13, w13_scale, b13), (w2, w2_scale, b2), (2, block, 1), sizes, gated=gated
     )
-    if block == 32:
+    if of_sums is None or of_outputs is None:
         for name, scalar in scalars.items():
             if scalar is not None and not _ones(scalar):
                 raise NotImplementedError(f"{name}: no kernel for MXFP4 weights with other numbers than 1")
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, b13=b13, b2=b2, **options)
-    given = {
-        "gemm1_bias": gemm1_bias,
-        # flashinfer's own preparation gives ones.
-        "gemm1_alpha": None if situ or _ones(gemm1_alpha) else gemm1_alpha,
-        "gemm1_beta": None if situ else gemm1_beta,
-        "gemm1_clamp_limit": None if step else gemm1_clamp_limit,
-        "gemm2_bias": gemm2_bias,
-    }
-    if any(value is not None for value in given.values()):
-        names = ", ".join(name for name, value in given.items() if value is not None)
-        raise NotImplementedError(f"trtllm_fp4_block_scale_moe: no kernel for NVFP4 weights with {names}")
-    of_experts = []
-    for name, scalar in scalars.items():
-        if scalar is None:
-            raise ValueError(f"{name}: needed with NVFP4 weights")
-        if scalar.numel() != w13.shape[0]:
-            raise ValueError(f"{name}: expected {w13.shape[0]} numbers (local experts), got {scalar.numel()}")
-        of_experts.append(scalar.float().reshape(-1))
-    quantises, of_sums, of_outputs = of_experts
-    if gated and not situ:
+    quantises = of_experts["output1_scale_scalar"]
+    if gated and options["activation"] != "situ":
         quantises = quantises / of_sums
-    smallest = quantises.amin()
     return ExpertWeights.nvfp4(
         w13,
         w2,
         w13_scale,
         w2_scale,
-        of_sums.clone(),
-        of_outputs * quantises / smallest,
+        of_sums,
+        of_outputs,
         input_global_scale=1.0,
-        a2_global_scale=smallest.item(),
+        a2_global_scale=quantises,
         scale_layout="plain",
+        b13=None if b13 is None else b13.float() * of_sums[:, None],
+        b2=None if b2 is None else b2.float() * of_outputs[:, None],
         **options,
     )
 
 
+def _of_experts(scalars: dict[str, Tensor | None], experts: int) -> dict[str, Tensor]:
+    """Returns the scalars of NVFP4 weights, fp32 [experts]."""
+    result = {}
+    for name, scalar in scalars.items():
+        if scalar is None:
+            raise ValueError(f"{name}: needed with NVFP4 weights")
+        check_tensor(name, scalar)
+        if scalar.numel() != experts:
+            raise ValueError(f"{name}: expected {experts} numbers (local experts), got {scalar.numel()}")
+        result[name] = scalar.float().reshape(-1)
+    return result
+
+
+@named_arguments
 def trtllm_fp4_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -188,7 +206,7 @@ def trtllm_fp4_block_scale_moe(
     num_fused_shared_experts: int | None = None,
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
-    hidden_states_scale_layout: Any = None,
+    hidden_states_scale_layout: int | None = None,
     workspace_buffer: Tensor | None = None,
     nvfp4_4over6: Any = None,
     *,
@@ -200,11 +218,16 @@ def trtllm_fp4_block_scale_moe(
     [T, H / 16], row by row. MXFP8 tokens are refused. Weights are those of `prepare_trtllm_fp4_block_scale_moe`: they
     are made plain at the first call, and the copy is kept while the tensors live
     (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made, which torch.compile needs.
+    num_fused_shared_experts: weights, scales, biases and numbers have so many experts behind the num_experts routed
+    ones, and every token has them with weight 1. It needs DeepSeekV3's routing, and all experts here.
     routing and the rest are as for `trtllm_bf16_moe`.
     """
+    shared, experts = shared_experts(
+        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+    )
     routing = by_method(
         routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob,
+        routing_method_type, norm_topk_prob, shared,
     )  # fmt: skip
     gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
     options = {
@@ -221,16 +244,16 @@ def trtllm_fp4_block_scale_moe(
     refused = {
         "per_token_scale": per_token_scale is not None,
         "nvfp4_4over6": nvfp4_4over6 is not None,
-        "num_fused_shared_experts": bool(num_fused_shared_experts),
     }
     return _fp4(
         "trtllm_fp4_block_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale, gemms,
-        options, (num_experts, local_expert_offset, local_num_experts), refused,
+        options, experts, refused,
         (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
         workspace_buffer, weights,
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -267,7 +290,7 @@ def trtllm_fp4_block_scale_routed_moe(
     valid_hidden_size: int | None = None,
     valid_intermediate_size: int | None = None,
     num_fused_shared_experts: int | None = None,
-    hidden_states_scale_layout: Any = None,
+    hidden_states_scale_layout: int | None = None,
     workspace_buffer: Tensor | None = None,
     nvfp4_4over6: Any = None,
     routing_metadata: Any = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -59,6 +59,7 @@ def _plain(name: str, weights: Tensor, scale: Tensor, *, gated: bool) -> tuple[T
     return codes.bitwise_xor_(_SIGNS), scales
 
 
+@checked_arguments
 def prepare_trtllm_mxint4_block_scale_moe(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,
@@ -92,6 +93,7 @@ def prepare_trtllm_mxint4_block_scale_moe(
     return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, **activation(SWIGLU, numbers))
 
 
+@named_arguments
 def trtllm_mxint4_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -143,6 +145,7 @@ def trtllm_mxint4_block_scale_moe(
     )  # fmt: skip
 
 
+@named_arguments
 def trtllm_mxint4_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     hidden_states: Tensor,

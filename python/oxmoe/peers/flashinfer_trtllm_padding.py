@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from oxmoe.operands import check_counts, check_tensor
+from oxmoe.operands import check_counts, check_tensor, checked_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +30,7 @@ class TrtllmMoePaddedWeights(NamedTuple):
     valid_intermediate_size: int
 
 
+@checked_arguments
 def pad_trtllm_moe_weights(
     gemm1_weights: Tensor,
     gemm1_weights_scale: Tensor,

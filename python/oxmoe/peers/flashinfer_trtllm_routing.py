@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_outputs, check_tensor, named_arguments
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
@@ -86,8 +86,44 @@ def routing_options(
     return options
 
 
-def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any]) -> dict[str, Any]:
-    """Returns options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids."""
+def shared_experts(
+    num_fused_shared_experts: int | None, experts: tuple[int, int, int], routing_method_type: Any
+) -> tuple[int, tuple[int, int, int]]:
+    """Returns how many shared experts lie behind the routed ones, and the experts with them. experts: num_experts,
+    local_expert_offset, local_num_experts."""
+    shared, (routed, offset, local) = int(num_fused_shared_experts or 0), experts
+    if shared <= 0:
+        return 0, experts
+    if (offset, local) != (0, routed):
+        raise ValueError(
+            f"num_fused_shared_experts: expected all {routed} experts here (local_expert_offset 0, local_num_experts "
+            f"{routed}), got local_expert_offset {offset}, local_num_experts {local}"
+        )
+    if getattr(routing_method_type, "name", routing_method_type) not in ("DeepSeekV3", _METHODS.index("DeepSeekV3")):
+        raise ValueError(
+            f"num_fused_shared_experts: expected routing_method_type DeepSeekV3 (2), got {routing_method_type!r}"
+        )
+    return shared, (routed + shared, 0, routed + shared)
+
+
+def by_logits(
+    routing_logits: Tensor, routing_replay_out: Tensor | None, routing: dict[str, Any], shared: int = 0
+) -> dict[str, Any]:
+    """Returns options of `moe` that route these logits as `routing` says; routing_replay_out gets the chosen ids.
+    shared: each token also has so many experts behind the routed ones, with weight 1."""
+    if shared:
+        options = {"routed_scaling_factor": 1.0, **routing}
+        top_k = options.pop("top_k")
+        weights, all_ids = topk(
+            routing_logits,
+            top_k + shared,
+            num_fused_shared_experts=shared,
+            apply_routed_scaling_factor_on_output=True,
+            **options,
+        )
+        if routing_replay_out is not None:
+            _record(routing_replay_out, all_ids[:, :top_k])
+        return {"topk_weights": weights, "topk_ids": all_ids}
     if routing_replay_out is None:
         return {**routing, "router_logits": routing_logits}
     scale = {name: routing.pop(name) for name in ("routed_scaling_factor",) if name in routing}
@@ -97,13 +133,17 @@ def by_logits(routing_logits: Tensor, routing_replay_out: Tensor | None, routing
 
 
 def _record(routing_replay_out: Tensor, ids: Tensor) -> None:
-    check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
-    if routing_replay_out.shape[0] < ids.shape[0] or routing_replay_out.shape[1] != ids.shape[1]:
-        raise ValueError(
-            f"routing_replay_out: expected [{ids.shape[0]} or more, {ids.shape[1]}], got shape "
-            f"{tuple(routing_replay_out.shape)}"
-        )
+    _check_record(routing_replay_out, ids.shape)
     routing_replay_out[: ids.shape[0]].copy_(ids)
+
+
+def _check_record(routing_replay_out: Tensor, ids: Sequence[int]) -> None:
+    """Checks where ids of this shape are written."""
+    check_tensor("routing_replay_out", routing_replay_out, "T", "top_k")
+    if routing_replay_out.shape[0] < ids[0] or routing_replay_out.shape[1] != ids[1]:
+        raise ValueError(
+            f"routing_replay_out: expected [{ids[0]} or more, {ids[1]}], got shape {tuple(routing_replay_out.shape)}"
+        )
 
 
 def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, Any]:
@@ -117,6 +157,7 @@ def by_ids(topk_ids: Tensor | tuple[Tensor, Tensor], top_k: int) -> dict[str, An
         check_tensor("topk_ids[1]", chosen)
         chosen = chosen.float()
     else:
+        check_tensor("topk_ids", topk_ids)
         chosen, ids = unpack_topk(topk_ids)
     if ids.dim() != 2 or ids.shape[1] != top_k:
         raise ValueError(f"topk_ids: expected shape [tokens, {top_k}] (top_k), got {list(ids.shape)}")
@@ -202,6 +243,7 @@ def check_experts(operand: str, held: int, expected: int) -> None:
         raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
 
 
+@named_arguments
 def fused_topk_deepseek(
     scores: Tensor,
     bias: Tensor,
@@ -235,6 +277,11 @@ def fused_topk_deepseek(
     for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    outputs = {"topk_values": topk_values, "topk_indices": topk_indices}
+    if routing_replay_out is not None:
+        _check_record(routing_replay_out, shape)
+        outputs["routing_replay_out"] = routing_replay_out
+    check_outputs(scores.device, **outputs)
     groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
     values, ids = _choose(
         scores,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.operands import check_counts
+from oxmoe.operands import check_counts, named_arguments
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import valid_sizes
 
@@ -26,8 +26,11 @@ _FORMATS = {
 _UNSERVED = ("mxfp4_mxfp8",)
 # Formats whose padded weights (`pad_trtllm_moe_weights`) the calls take.
 _PADDED = ("mxfp8", "nvfp4-a4", "mxfp4", "int4")
+# Formats whose calls take fused shared experts.
+_SHARED = ("fp8_block", "mxfp8", "nvfp4-a4", "mxfp4")
 
 
+@named_arguments
 def trtllm_fused_moe_workspace_size(
     max_num_tokens: int,
     hidden_size: int,
@@ -59,7 +62,8 @@ def trtllm_fused_moe_workspace_size(
     are held here. quant_mode: "bf16", "fp8_per_tensor", "fp8_per_channel", "fp8_block_scale", "mxfp8", "nvfp4",
     "mxfp4_bf16" or "mxint4". valid_hidden_size and valid_intermediate_size: of padded weights, as in the calls.
     The size depends on the shape alone: the weights, their layout, use_routing_scales_on_input and tactic have no
-    meaning. "mxfp4_mxfp8", fused shared experts and scales of tokens are a NotImplementedError, as in the calls.
+    meaning. "mxfp4_mxfp8", scales of tokens, and fused shared experts of formats whose calls have none are a
+    NotImplementedError.
     """
     if quant_mode not in _FORMATS:
         known = ", ".join(map(repr, _FORMATS))
@@ -74,8 +78,14 @@ def trtllm_fused_moe_workspace_size(
         raise ValueError(f"local_num_experts: expected at most num_experts {num_experts}, got {local}")
     format = _FORMATS[quant_mode]
     valid = valid_sizes(valid_hidden_size, valid_intermediate_size, hidden_size, intermediate_size)
+    shared = int(num_fused_shared_experts or 0)
+    if shared < 0 or (shared and local != num_experts):
+        raise ValueError(
+            f"num_fused_shared_experts: expected 0 or more, and with them all {num_experts} experts here, got {shared} "
+            f"with local_num_experts {local}"
+        )
     unserved = {
-        "num_fused_shared_experts": bool(num_fused_shared_experts),
+        f"num_fused_shared_experts with {quant_mode}": shared and format not in _SHARED,
         "use_per_token_scale": use_per_token_scale,
         f"valid_hidden_size, valid_intermediate_size with {quant_mode}": valid is not None and format not in _PADDED,
     }
@@ -86,5 +96,10 @@ def trtllm_fused_moe_workspace_size(
         format = "nvfp4"
     _, gated, _, _ = ACTIVATIONS[activation_of(activation_type)]
     return _oxmoe.shape_workspace_bytes(
-        local, top_k, *(valid or (hidden_size, intermediate_size)), max_num_tokens, format=format, gated=gated
+        local + shared,
+        top_k + shared,
+        *(valid or (hidden_size, intermediate_size)),
+        max_num_tokens,
+        format=format,
+        gated=gated,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@named_arguments
 def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """int32 [T, k]: id << 16 | the bits of the weight in bf16. topk_weights fp32, bf16 or f16 [T, k]; topk_ids int32 or
     int64 [T, k], -32768 to 32767; -1, no expert, becomes 0xFFFF.
@@ -33,6 +34,7 @@ def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     return topk_ids.to(torch.int32) << 16 | bits
 
 
+@named_arguments
 def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
     """Inverts pack_topk. Returns (topk_weights fp32 [T, k], topk_ids int32 [T, k]). The id 0xFFFF becomes -1."""
     import torch

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.peers.topk_forms import as_float32
 from oxmoe.tracing import tracing
 from oxmoe.weights import SERVED
@@ -156,6 +156,7 @@ def run(
     )
 
 
+@named_arguments
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,

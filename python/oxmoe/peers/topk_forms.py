@@ -37,6 +37,8 @@ def routing_arguments(topk_output: Any) -> dict[str, Any]:
         weights, ids = slots_of(*tables)
         return {"topk_weights": weights, "topk_ids": ids}
     if config is None:
+        if not hasattr(topk_output, "topk_weights") or not hasattr(topk_output, "topk_ids"):
+            raise ValueError(f"topk_output: expected a top-k result of SGLang's, got {type(topk_output).__name__}")
         return {"topk_weights": as_float32(topk_output.topk_weights), "topk_ids": topk_output.topk_ids}
     shared = getattr(getattr(config, "shared_experts", None), "num_shared_topk_slots", 0)
     special = (

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
+from oxmoe.operands import check_tensor, checked_arguments, named_arguments
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments, slots_of
 
@@ -54,6 +55,7 @@ def _matrix(operand: str, weight: Any, config: Any) -> tuple[Tensor, Tensor]:
     )
 
 
+@checked_arguments
 def prepare_triton_kernel_experts(
     w1: Any,
     w1_pcg: Any,
@@ -77,6 +79,7 @@ def prepare_triton_kernel_experts(
     return ExpertWeights.mxfp4(w13, down, w13_scale, w2_scale, b13=b1, b2=b2, layout="interleaved", **options)
 
 
+@named_arguments
 def triton_kernel_fused_experts_with_bias(
     hidden_states: Tensor,
     w1: Any,
@@ -137,6 +140,7 @@ def triton_kernel_fused_experts_with_bias(
     if any(unserved.values()):
         given = ", ".join(name for name, used in unserved.items() if used)
         raise NotImplementedError(f"triton_kernel_fused_experts_with_bias: no kernel for {given}; {_SERVED}")
+    check_tensor("hidden_states", hidden_states, "T", "H")
     forms = [form is not None for form in (routing_data, a_ragged_metadata, topk_output)]
     if sum(forms) != 1:
         raise ValueError("routing: expected one of routing_data, a_ragged_metadata and topk_output")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from oxmoe.functions import routing_tables, topk
-from oxmoe.operands import check_tensor
+from oxmoe.operands import check_tensor, named_arguments
 from oxmoe.tracing import HAS_TORCH
 
 if HAS_TORCH:
@@ -135,6 +135,7 @@ def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor,
     return weights.gather(1, order), ids.masked_fill(gone, -1).gather(1, order)
 
 
+@named_arguments
 def routing(
     logits: Tensor,
     n_expts_act: int,
