@@ -5,7 +5,7 @@
 mod legal;
 
 use _oxmoe::cpu::narrow::{e2m1, e4m3, e4m3_value};
-use _oxmoe::cpu::{pack_mxfp4, unpack_mxfp4};
+use _oxmoe::cpu::{cut, pack_mxfp4, unpack_mxfp4};
 use _oxmoe::dense::plan::MmPlan;
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
@@ -173,6 +173,12 @@ fn calls_at_the_limits_of_sizes_fit() {
         }
         legal::assert_workspace(&program.workspace, &say);
         assert!(program.max_tiles > 0 && program.counter_count >= 0, "{}", say());
+        // However many rows an expert has, none of its tiles has more than a kernel takes.
+        let schedules = [Some(&program.schedule), program.down_schedule.as_ref()];
+        for s in schedules.into_iter().flatten() {
+            let widest = |rows| cut(rows, s.tile_tokens, s.tile_step).map(|(_, count)| count).max();
+            assert!((1..=5 * s.tile_tokens).all(|rows| widest(rows) <= Some(s.tile_tokens)), "{s:?} {}", say());
+        }
     });
 }
 

@@ -249,9 +249,10 @@ impl Program {
     }
 
     fn append(&mut self, steps: impl IntoIterator<Item = Step>) {
-        let first = self.steps().count();
-        for (place, step) in self.steps[first..].iter_mut().zip(steps) {
-            *place = Some(step);
+        let mut next = self.steps().count();
+        for step in steps {
+            self.steps[next] = Some(step);
+            next += 1;
         }
     }
 
