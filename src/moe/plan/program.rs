@@ -249,10 +249,9 @@ impl Program {
     }
 
     fn append(&mut self, steps: impl IntoIterator<Item = Step>) {
-        let mut next = self.steps().count();
-        for step in steps {
-            self.steps[next] = Some(step);
-            next += 1;
+        let first = self.steps().count();
+        for (number, step) in steps.into_iter().enumerate() {
+            self.steps[first + number] = Some(step);
         }
     }
 
