@@ -5,7 +5,7 @@
 mod legal;
 
 use _oxmoe::cpu::narrow::{e2m1, e4m3, e4m3_value};
-use _oxmoe::cpu::{pack_mxfp4, unpack_mxfp4};
+use _oxmoe::cpu::{cut, pack_mxfp4, unpack_mxfp4};
 use _oxmoe::dense::plan::MmPlan;
 use _oxmoe::desc::LayerDesc;
 use _oxmoe::device::{Arch, Device};
@@ -128,6 +128,57 @@ fn every_routed_program_fits_its_device() {
         assert!(program.max_tiles as usize * size_of::<Tile>() <= w.tiles.bytes, "{}", say());
         assert!(program.counter_count as usize * 4 <= w.counters.bytes, "{}", say());
         assert_eq!(plan::program(&call, Some(&device)).expect("as before"), program, "{}", say());
+    });
+}
+
+/// Calls up to the limits of what kernels count: 2^30 slots, and 2^31 vectors of 8 elements (of one element in odd rows).
+fn extreme_calls() -> impl Strategy<Value = (CallDesc, i64)> {
+    let source = (size(30), size(5), any::<(bool, bool, bool)>());
+    let sizes = (prop::sample::select(&FORMATS[..]), size(10), size(30), size(30), any::<bool>());
+    (sizes, source).prop_map(
+        |((format, experts, hidden, intermediate, gated), (rows, top_k, (given, plain, routed)))| {
+            let limit = i64::from(i32::MAX / 2);
+            let whole = |size: i64, unit: i64| (size / unit).clamp(1, limit / 2 / unit) * unit;
+            let (hidden, intermediate) = (whole(hidden, format.spec().block), whole(intermediate, format.spec().block));
+            let layer = LayerDesc { experts, hidden, intermediate, gated, dtype: format.spec().compute, format };
+            let most = (1 << 31) * if hidden % 8 == 0 { 8 } else { 1 } / hidden.max(layer.inner());
+            let top_k = top_k.min(experts);
+            // NVFP4 may round rows once for each of their slots.
+            let rows = rows.min(limit).min(most) / top_k;
+            let logits = (!given).then_some(Logits { experts: experts as u32, groups: 1, plain });
+            let source = match routed {
+                true => Source::Routed(Routed { tokens: rows.max(1), top_k, logits, routes_inside: true }),
+                false => Source::InOrder(InOrder {
+                    rows: rows.max(1),
+                    expected: i64::MAX >> (top_k - 1),
+                    finds_tiles: given,
+                }),
+            };
+            (CallDesc::new(layer, source), rows)
+        },
+    )
+}
+
+/// Sizes that no GPU's memory holds wrap nowhere, and their launches are legal.
+#[test]
+fn calls_at_the_limits_of_sizes_fit() {
+    check((extreme_calls(), devices()), |((call, rows), device)| {
+        if rows == 0 || plan::require(&call.layer, &device).is_err() {
+            return;
+        }
+        let say = || format!("{call:?} on {device:?}");
+        let program = plan::program(&call, Some(&device)).unwrap_or_else(|e| panic!("{}: {e}", say()));
+        for l in program.launches() {
+            legal::assert_launch(&l, &device, &|| format!("{l:?} {}", say()));
+        }
+        legal::assert_workspace(&program.workspace, &say);
+        assert!(program.max_tiles > 0 && program.counter_count >= 0, "{}", say());
+        // However many rows an expert has, none of its tiles has more than a kernel takes.
+        let schedules = [Some(&program.schedule), program.down_schedule.as_ref()];
+        for s in schedules.into_iter().flatten() {
+            let widest = |rows| cut(rows, s.tile_tokens, s.tile_step).map(|(_, count)| count).max();
+            assert!((1..=5 * s.tile_tokens).all(|rows| widest(rows) <= Some(s.tile_tokens)), "{s:?} {}", say());
+        }
     });
 }
 

@@ -92,7 +92,7 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         situ_beta: float | Tensor | None = None,
         situ_linear_beta: float | Tensor | None = None,
-        dtype: Literal["bf16", "f16", "f32"] = "bf16",
+        dtype: Any = "bf16",
         hidden_size: int | None = None,
         in_place: bool = False,
         activation_dtype: Any = None,
@@ -136,7 +136,8 @@ class ExpertWeights:
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
         layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
-        dtype: the dtype of x, of the output and of the products.
+        dtype: the dtype of x, of the output and of the products: "bf16", "f16" or "f32", or torch.bfloat16,
+            torch.float16 or torch.float32.
         hidden_size: the columns of x and of the output, at most H. Give it if w13 and w2 are padded.
         in_place: on CUDA the weights are packed into the memory of the four tensors.
         activation_dtype: None, or torch.float8_e4m3fn or its name (W4A8, on Hopper and CPUs).
@@ -303,7 +304,7 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         situ_beta: float | Tensor | None = None,
         situ_linear_beta: float | Tensor | None = None,
-        dtype: Literal["bf16", "f16", "f32"] = "bf16",
+        dtype: Any = "bf16",
     ) -> ExpertWeights:
         """Makes NVFP4 experts from tensors on a CPU or on CUDA. On CUDA dtype is "bf16", and the weights are packed at
         load into new tensors. H and I are multiples of 16.
@@ -333,7 +334,8 @@ class ExpertWeights:
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
         layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
-        dtype: the dtype of x, of the output and of the products.
+        dtype: the dtype of x, of the output and of the products: "bf16", "f16" or "f32", or torch.bfloat16,
+            torch.float16 or torch.float32.
         """
 
     @staticmethod
@@ -356,7 +358,7 @@ class ExpertWeights:
         clamp: Literal["before", "after"] = "before",
         situ_beta: float | Tensor | None = None,
         situ_linear_beta: float | Tensor | None = None,
-        dtype: Literal["bf16", "f16", "f32"] = "bf16",
+        dtype: Any = "bf16",
     ) -> ExpertWeights:
         """Makes int4 experts (W4A16) from tensors on a CPU or on CUDA. On CUDA dtype is "bf16", and the weights are
         packed at load into new tensors. H and I are multiples of 32.
@@ -380,7 +382,8 @@ class ExpertWeights:
         b13: [El, 2I] bf16, f16 or fp32.
         b2: [El, H] bf16, f16 or fp32.
         layout, activation, gated, alpha, beta, limit, clamp, situ_beta, situ_linear_beta: as for bf16.
-        dtype: the dtype of x, of the output and of the products.
+        dtype: the dtype of x, of the output and of the products: "bf16", "f16" or "f32", or torch.bfloat16,
+            torch.float16 or torch.float32.
         """
 
     @property
@@ -983,11 +986,14 @@ def explain(
     format: str = "bf16",
     gated: bool = True,
     arch: str | None = None,
+    routing: Literal["logits", "ids"] | None = None,
 ) -> str:
     """Returns the plan for a shape as text: kernels, tiles, warps, stages, grids, shared memory, workspace, and the
     roofline floor.
 
     format: a name as ExpertWeights.format has it. "f32" has no kernels on GPUs.
+    routing: "logits" for a call from router logits, whose router has neither bias nor groups, and "ids" for a call with
+        given topk_ids. The default is the plan from logits, and the launches that are different with ids.
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121" or "cpu". The
         default is this machine's first GPU, or else the CPU.
     """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
@@ -9,6 +11,7 @@ from oxmoe.functions import moe
 from oxmoe.functions import moe_contiguous as rows_in_order
 from oxmoe.functions import moe_masked as masked_rows
 from oxmoe.operands import check_tensor
+from oxmoe.tracing import HAS_TORCH, tracing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +25,8 @@ def _row_major(scale: Any, x: Any) -> Any:
     """Returns x's fp32 scales [..., columns / 128] in row-major order. `scale` has such scales in any order of
     memory, or DeepEP's packed powers of two: int32 [..., ceil(columns / 512)] of four E8M0 bytes each, the first
     group lowest."""
+    if not HAS_TORCH:
+        return scale
     import torch
 
     if not isinstance(scale, torch.Tensor):
@@ -85,8 +90,8 @@ def moe_contiguous(
     DeepGEMM's contiguous one). x [M, H]; the rest is as for moe_masked.
 
     counts int32 [El]: the first counts[0] rows are expert 0's, each next expert's begin at the next multiple of
-    alignment; other rows of out are not written. Or m_indices int32 or int64 [M], a torch tensor: every row's expert,
-    in any order; rows with -1 become 0, and workspace is that of `moe` with one expert a token.
+    alignment; other rows of out are not written. Or m_indices int32 or int64 [M]: every row's expert, in any order;
+    rows with -1 become 0, and workspace is that of `moe` with one expert a token.
     """
     if (counts is None) == (m_indices is None):
         raise ValueError("counts and m_indices: expected one of the two")
@@ -105,13 +110,39 @@ def moe_contiguous(
             out=out,
             workspace=workspace,
         )
-    check_tensor("m_indices", m_indices, "M")
+    ones = _ones(m_indices, x)
+    given = {"x_scale": x_scale, "out": out, "workspace": workspace}
+    if tracing():
+        return moe(x, weights, ones, m_indices[:, None], **given)
+    try:
+        return moe(x, weights, ones, m_indices[:, None], **given)
+    except ValueError as error:
+        raise _renamed(error) from None
+
+
+def _ones(m_indices: Any, x: Any) -> Any:
+    """Checks m_indices, a torch tensor or a numpy array, and returns a weight of one for each of them."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy is not None and isinstance(m_indices, numpy.ndarray)
+    if not of_numpy:
+        check_tensor("m_indices", m_indices)
+    if m_indices.ndim != 1:
+        raise ValueError(f"m_indices: expected [M], got shape {tuple(m_indices.shape)}")
+    name = str(m_indices.dtype).rpartition(".")[2]
+    if name not in ("int32", "int64"):
+        raise ValueError(f"m_indices: expected dtype int32 or int64, got {name}")
+    rows = m_indices.shape[0]
+    if getattr(x, "ndim", None) == 2 and rows != x.shape[0]:
+        raise ValueError(f'm_indices: dimension 0 "M": expected {x.shape[0]} (from x), got {rows}')
+    if of_numpy:
+        return numpy.ones((rows, 1), dtype=numpy.float32)  # type: ignore[union-attr]
     import torch
 
-    if m_indices.dtype not in (torch.int32, torch.int64):
-        name = str(m_indices.dtype).rpartition(".")[2]
-        raise ValueError(f"m_indices: expected dtype int32 or int64, got {name}")
-    if isinstance(x, torch.Tensor) and x.ndim == 2 and m_indices.shape[0] != x.shape[0]:
-        raise ValueError(f'm_indices: dimension 0 "M": expected {x.shape[0]} (from x), got {m_indices.shape[0]}')
-    ones = torch.ones((m_indices.shape[0], 1), dtype=torch.float32, device=m_indices.device)
-    return moe(x, weights, ones, m_indices[:, None], x_scale=x_scale, out=out, workspace=workspace)
+    return torch.ones((rows, 1), dtype=torch.float32, device=m_indices.device)
+
+
+def _renamed(error: ValueError) -> ValueError:
+    """Returns an error of `moe` in the words of a call with m_indices, which are ids of one expert a token."""
+    text = re.sub(r"^topk_ids: token (\d+), slot 0:", r"m_indices: row \1:", str(error))
+    text = re.sub(r"; ids of other ranks' experts need .*$", "", text)
+    return ValueError(re.sub(r"\btopk_(ids|weights)\b", "m_indices", text))

@@ -42,7 +42,7 @@ pub use quantize_nvfp4::quantize_nvfp4;
 pub use ragged::ragged;
 pub use round_nvfp4::round_to_nvfp4;
 pub use route::route;
-pub use schedule::schedule;
+pub use schedule::{cut, schedule};
 pub use select::select;
 
 #[cfg(test)]

@@ -44,7 +44,8 @@ pub fn describe(layer: &Layer, source: Source, x: X) -> CallDesc {
     CallDesc { layer: layer.desc, source, x, activations, one_x_factor: layer.up.one_x_scale }
 }
 
-/// An error if kernels cannot count a batch. They count slots in 31 bits, and vectors of 8 elements (1 element in odd rows) in 32.
+/// An error if kernels cannot count a batch. They count slots in 31 bits, and vectors of 8 elements (1 element in odd rows) in 32: those of
+/// x and of the output by tokens, and those of GEMM1's output, which GEMM2 gathers, by slots.
 pub fn require_countable(operand: &str, layer: &LayerDesc, source: Source) -> Result<()> {
     let vector = if layer.hidden % 8 == 0 { 8 } else { 1 };
     let slots = match source {
@@ -57,8 +58,15 @@ pub fn require_countable(operand: &str, layer: &LayerDesc, source: Source) -> Re
         _ => slots,
     };
     let elements = rows.saturating_mul(layer.hidden.max(layer.inner()));
-    if slots <= i64::from(i32::MAX) / 2 && elements / vector <= i64::from(i32::MAX) {
-        return Ok(());
+    let most = i64::from(i32::MAX);
+    if slots <= most / 2 && elements / vector <= most {
+        let inner = layer.inner();
+        return match slots.saturating_mul(inner) / 8 <= most {
+            true => Ok(()),
+            false => Err(Error::Unsupported(format!(
+                "{operand}: {slots} slots (tokens x top-k) of {inner} columns between the GEMMs are beyond 8 x 2^31 elements; split the batch"
+            ))),
+        };
     }
     Err(Error::Unsupported(match source {
         Source::Routed(Routed { tokens, top_k, .. }) => format!(

@@ -93,7 +93,7 @@ fn described(
 #[doc = crate::help!("explain")]
 #[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
-#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None))]
+#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None, routing=None))]
 pub fn explain(
     num_experts: i64,
     top_k: i64,
@@ -103,15 +103,17 @@ pub fn explain(
     format: &str,
     gated: bool,
     arch: Option<&str>,
+    routing: Option<&str>,
 ) -> PyResult<String> {
     guard(|| {
         let layer = described((num_experts, top_k, hidden_size, intermediate_size), num_tokens, format, gated)?;
         if top_k > num_experts {
             contract!("top_k: expected 1 to {num_experts}, got {top_k}");
         }
-        let logits = Some(Logits { experts: num_experts as u32, groups: 1, plain: true });
-        let routed = Routed { tokens: num_tokens, top_k, logits, routes_inside: true };
-        let call = CallDesc::new(layer, Source::Routed(routed));
+        let call = |logits| {
+            CallDesc::new(layer, Source::Routed(Routed { tokens: num_tokens, top_k, logits, routes_inside: true }))
+        };
+        let of_logits = call(Some(Logits { experts: num_experts as u32, groups: 1, plain: true }));
         let device = match arch {
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {
@@ -120,6 +122,11 @@ pub fn explain(
             },
             None => gpu(0).ok().map(|g| g.device.clone()),
         };
-        plan::explain(&call, device.as_ref())
+        match routing {
+            None => plan::explain_both(&of_logits, &call(None), device.as_ref()),
+            Some("logits") => plan::explain(&of_logits, device.as_ref()),
+            Some("ids") => plan::explain(&call(None), device.as_ref()),
+            Some(other) => contract!("routing: expected \"logits\", \"ids\" or None for both, got {other:?}"),
+        }
     })
 }

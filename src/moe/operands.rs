@@ -2,7 +2,7 @@
 
 use super::scale_bytes::borrow_scale;
 use crate::contract;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::tensor::{Borrowed, Contract, Dim, Elem, View};
 use pyo3::prelude::*;
 
@@ -66,9 +66,29 @@ pub type PackedTensors<'py> = [Extra<'py>; 3];
 pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
     let rows = w13.shape()[1];
     if gated && rows % 2 != 0 {
-        contract!("w13: dimension 1 holds gate and up rows and must be even, got {rows}");
+        contract!(
+            "w13: dimension 1 holds gate and up rows and must be even, got {rows}; pass gated=False if it has no gates"
+        );
     }
     Ok(if gated { rows / 2 } else { rows })
+}
+
+/// Checks w2, whose last dimension follows from the rows of w13. If w2 has twice or half as many columns, the error says that `gated`
+/// decides it.
+pub fn check_w2(contract: &mut Contract, w2: &View, dims: &[Dim], elems: &[Elem], gated: bool) -> Result<()> {
+    let (columns, expected) = (w2.shape().last(), dims.last());
+    let (Some(&columns), Some(&Dim::Is(_, expected))) = (columns, expected) else {
+        return contract.check("w2", w2, dims, elems);
+    };
+    contract.check("w2", w2, dims, elems).map_err(|error| match error {
+        Error::Contract(text) if gated && columns == 2 * expected => Error::Contract(format!(
+            "{text}; gated=True means that half of w13's rows are gates: pass gated=False if it has none"
+        )),
+        Error::Contract(text) if !gated && 2 * columns == expected => Error::Contract(format!(
+            "{text}; gated=False means that w13 has no gates: pass gated=True if half of its rows are"
+        )),
+        other => other,
+    })
 }
 
 /// Checks b13 `[E, rows of w13]` and b2 `[E, hidden]`, if they are given.

@@ -9,9 +9,9 @@ use crate::python::extract;
 use crate::quant;
 use crate::quant::arguments::w13_layout;
 use crate::tensor::Contract;
-use pyo3::exceptions::PyTypeError;
+use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyDict, PyString};
 
 /// The Python arguments that describe a layer's arithmetic.
 pub struct Options<'a, 'py> {
@@ -79,6 +79,29 @@ pub fn compute_type(dtype: &str) -> Result<Dtype> {
     match quant::by_name(dtype) {
         Some(spec) if spec.block == 1 => Ok(spec.compute),
         _ => contract!("dtype: expected \"bf16\", \"f16\" or \"f32\", got {dtype:?}"),
+    }
+}
+
+/// The type of activations and products that an argument `dtype` of Python names: by its own name, or by torch's dtype.
+#[derive(Clone, Copy)]
+pub struct Compute(pub Dtype);
+
+impl FromPyObject<'_, '_> for Compute {
+    type Error = PyErr;
+
+    fn extract(object: pyo3::Borrowed<'_, '_, PyAny>) -> PyResult<Compute> {
+        let text = object.str()?.to_string();
+        let Some(of_torch) = text.strip_prefix("torch.").filter(|_| !object.is_instance_of::<PyString>()) else {
+            return Ok(Compute(compute_type(&object.extract::<String>()?)?));
+        };
+        match of_torch {
+            "bfloat16" => Ok(Compute(Dtype::Bf16)),
+            "float16" => Ok(Compute(Dtype::F16)),
+            "float32" => Ok(Compute(Dtype::F32)),
+            _ => Err(PyValueError::new_err(format!(
+                "dtype: expected torch.bfloat16, torch.float16 or torch.float32, or \"bf16\", \"f16\" or \"f32\", got {text}"
+            ))),
+        }
     }
 }
 

@@ -20,7 +20,7 @@ pub mod workspace;
 use crate::desc::LayerDesc;
 use crate::device::Device;
 use crate::error::{Error, Result};
-use crate::kernel::Launch;
+use crate::kernel::{AnyLaunch, Launch};
 use crate::params::{CombineParams, Dtype, ScheduleParams};
 use crate::quant::{Activations, Format};
 use crate::variants::{self, Element, Family, Variant};
@@ -176,12 +176,25 @@ pub fn floor(layer: &LayerDesc, routed: &Routed, device: &Device) -> (f64, f64) 
 /// The program as text. `device`: None for the CPU backend.
 pub fn explain(call: &CallDesc, device: Option<&Device>) -> Result<String> {
     match call.source {
-        Source::Routed(routed) => explain_routed(call, &routed, device),
+        Source::Routed(routed) => explain_routed(call, &routed, None, device),
         Source::InOrder(rows) => explain_in_order(call, &rows, device),
     }
 }
 
-fn explain_routed(call: &CallDesc, routed: &Routed, device: Option<&Device>) -> Result<String> {
+/// The program of a call from router logits as text, and what is different if ids are given.
+pub fn explain_both(call: &CallDesc, with_ids: &CallDesc, device: Option<&Device>) -> Result<String> {
+    match call.source {
+        Source::Routed(routed) => explain_routed(call, &routed, Some(with_ids), device),
+        Source::InOrder(_) => explain(call, device),
+    }
+}
+
+fn explain_routed(
+    call: &CallDesc,
+    routed: &Routed,
+    with_ids: Option<&CallDesc>,
+    device: Option<&Device>,
+) -> Result<String> {
     let layer = &call.layer;
     let mut text = String::new();
     let form = if layer.gated { "gated" } else { "plain" };
@@ -211,27 +224,9 @@ fn explain_routed(call: &CallDesc, routed: &Routed, device: Option<&Device>) -> 
         let _ = writeln!(text, "floor: {memory:.1} us of memory traffic, {compute:.1} us of arithmetic");
         if routed.tokens > 0 && layer.dtype != Dtype::F32 {
             let program = program(call, Some(device))?;
-            let own = |own: &Schedule| format!("; of GEMM2: up to {}", own.tile_tokens);
-            let _ = writeln!(
-                text,
-                "schedule: tiles of up to {} tokens, at most {} of them{}",
-                program.schedule.tile_tokens,
-                program.max_tiles,
-                program.down_schedule.as_ref().map_or(String::new(), own)
-            );
-            for (i, l) in program.launches().enumerate() {
-                let cluster = if l.cluster > 1 { format!(" in clusters of {}", l.cluster) } else { String::new() };
-                let _ = writeln!(
-                    text,
-                    "launch {i}: {}: {} CTAs{cluster} x {} warps, {} bytes of shared memory",
-                    l.variant.symbol(),
-                    l.grid,
-                    l.block / 32,
-                    l.shared_bytes
-                );
-            }
-            if program.overlap.is_some() {
-                let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
+            explain_launches(&mut text, &program);
+            if let Some(with_ids) = with_ids {
+                explain_difference(&mut text, &program, &self::program(with_ids, Some(device))?);
             }
             if let Some(rule) = portable::warps_rule(device, layer.format) {
                 let _ = writeln!(text, "{rule}");
@@ -249,6 +244,48 @@ fn explain_routed(call: &CallDesc, routed: &Routed, device: Option<&Device>) -> 
         let _ = writeln!(text, "  {:>12} + {:<12} {}", range.offset, range.bytes, range.name);
     }
     Ok(text)
+}
+
+/// The schedule and the launches, a line each.
+fn explain_launches(text: &mut String, program: &Program) {
+    let own = |own: &Schedule| format!("; of GEMM2: up to {}", own.tile_tokens);
+    let _ = writeln!(
+        text,
+        "schedule: tiles of up to {} tokens, at most {} of them{}",
+        program.schedule.tile_tokens,
+        program.max_tiles,
+        program.down_schedule.as_ref().map_or(String::new(), own)
+    );
+    for (number, launch) in program.launches().enumerate() {
+        let _ = writeln!(text, "launch {number}: {}", described(&launch));
+    }
+    if program.overlap.is_some() {
+        let _ = writeln!(text, "GEMM2 begins where GEMM1 ends");
+    }
+}
+
+/// The launches that are different if ids are given: single ones, or all if their number is another one.
+fn explain_difference(text: &mut String, program: &Program, with_ids: &Program) {
+    if program.launches().count() != with_ids.launches().count() {
+        let _ = writeln!(text, "with topk_ids in place of router logits:");
+        return explain_launches(text, with_ids);
+    }
+    for (number, (launch, other)) in program.launches().zip(with_ids.launches()).enumerate() {
+        if launch != other {
+            let _ = writeln!(text, "with topk_ids in place of router logits: launch {number}: {}", described(&other));
+        }
+    }
+}
+
+fn described(launch: &AnyLaunch) -> String {
+    let cluster = if launch.cluster > 1 { format!(" in clusters of {}", launch.cluster) } else { String::new() };
+    format!(
+        "{}: {} CTAs{cluster} x {} warps, {} bytes of shared memory",
+        launch.variant.symbol(),
+        launch.grid,
+        launch.block / 32,
+        launch.shared_bytes
+    )
 }
 
 fn explain_in_order(call: &CallDesc, rows: &InOrder, device: Option<&Device>) -> Result<String> {

@@ -6,7 +6,7 @@ use super::formats::plain::Plain;
 use super::formats::{self, fp8, fp8_tensor, mxfp4, mxfp8, Source};
 use super::layer::Layer;
 use super::operands::{Arguments, Extra, Operands};
-use super::options::{compute_type, Common, Options};
+use super::options::{Common, Compute, Options};
 use super::per_expert::Given;
 use super::per_expert::NAMES;
 use crate::contract;
@@ -15,6 +15,7 @@ use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{guard, Result};
 use crate::kernel;
+use crate::params::Dtype;
 use crate::quant::arguments::is_e4m3;
 use crate::quant::{self, Format};
 use crate::tensor::{Contract, Elem, Owned, Place, Span};
@@ -219,14 +220,14 @@ macro_rules! constructors {
             #[doc = crate::help!("ExpertWeights.mxfp4")]
             #[staticmethod]
             #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, dtype="bf16", hidden_size=None, in_place=false, activation_dtype=None, **options),
+            #[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, dtype=Compute(Dtype::Bf16), hidden_size=None, in_place=false, activation_dtype=None, **options),
                 text_signature = "(w13, w2, w13_scale, w2_scale, *, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\", hidden_size=None, in_place=False, activation_dtype=None)")]
             fn mxfp4<'py>(
                 w13: &Bound<'py, PyAny>,
                 w2: &Bound<'py, PyAny>,
                 w13_scale: &Bound<'py, PyAny>,
                 w2_scale: &Bound<'py, PyAny>,
-                dtype: &str,
+                dtype: Compute,
                 hidden_size: Option<i64>,
                 in_place: bool,
                 activation_dtype: Option<&Bound<'py, PyAny>>,
@@ -237,7 +238,7 @@ macro_rules! constructors {
                     let mut contract = Contract::new();
                     let options = common.options(&mut contract)?;
                     let arguments = common.arguments([w13, w2], [Some(w13_scale), Some(w2_scale)]);
-                    let (dtype, e4m3) = (compute_type(dtype)?, is_e4m3(activation_dtype)?);
+                    let (Compute(dtype), e4m3) = (dtype, is_e4m3(activation_dtype)?);
                     let spec = mxfp4::Spec { dtype, e4m3, hidden: hidden_size, in_place };
                     ExpertWeights::new(contract, &arguments, &spec, options, &common.given, Vec::new())
                 })

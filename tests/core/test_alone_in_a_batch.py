@@ -10,44 +10,17 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import Shape, make_layer, make_routing
-from fp8_cases import make_fp8, make_fp8_tensor
-from int4_cases import make as make_int4
-from mxfp4_cases import make_blocks
-from mxfp8_cases import make_mxfp8
-from nvfp4_cases import make as make_nvfp4
-from nvfp4_cases import on_cuda
+from cases import Shape, make_routing
+from format_cases import EXPERTS, dtype_of
+from fp8_cases import make_fp8_tensor
 from oxmoe.testing import relative_norm, same_bits
 
 SHAPE = Shape("alone", 8, 3, 256, 384, bias=True)
 TOKENS, SEEN = 64, (0, 1, 17, 40, 63)
-DTYPES = {"f32": torch.float32, "f16": torch.float16}
-FORMATS = (
-    *("bf16", "f16", "fp8_block", "fp8_tensor", "fp8_tensor-rows", "fp8_tensor-static", "mxfp8", "mxfp4", "mxfp4-a8"),
-    *("nvfp4", "nvfp4-a4", "int4", "int4-zeros"),
-)
-PLACES = [("cpu", "f32"), *(("cpu", name) for name in FORMATS)]
-PLACES += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in FORMATS]  # type: ignore[list-item]
-
-
-def experts(format: str, device: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
-    if format == "fp8_block":
-        return make_fp8(SHAPE, device, rng).weights()
-    if format.startswith("fp8_tensor"):
-        layer = make_fp8_tensor(SHAPE, device, rng, of_rows=format.endswith("rows"))
-        scales = layer.scaling("static") if format.endswith("static") else {}
-        return oxmoe.ExpertWeights.fp8_tensor(*layer.operands, **scales, **layer.options)
-    if format == "mxfp8":
-        return make_mxfp8(SHAPE, device, rng).weights()
-    if format.startswith("mxfp4"):
-        options = {"activation_dtype": torch.float8_e4m3fn} if format.endswith("a8") else {}
-        return make_blocks(SHAPE, "bf16", device, rng).weights(**options)
-    if format.startswith("int4"):
-        return make_int4(SHAPE, rng, zeros=format.endswith("zeros")).to(device).weights()
-    if format.startswith("nvfp4"):
-        made = make_nvfp4(SHAPE, rng, format.endswith("a4"))
-        return (made if device == "cpu" else on_cuda(made)).weights()
-    return make_layer(SHAPE, DTYPES.get(format, torch.bfloat16), device, rng).weights()
+# In the other forms one scale or factor serves all rows of a call.
+FORMATS = [name for name in EXPERTS if name not in ("fp8_tensor-call", "nvfp4-a4-one")]
+PLACES = [pytest.param("cpu", name) for name in FORMATS]
+PLACES += [pytest.param("cuda", name, marks=pytest.mark.gpu) for name in FORMATS if name != "f32"]
 
 
 def tokens(format: str, device: str, rng: torch.Generator) -> Tensor:
@@ -57,13 +30,13 @@ def tokens(format: str, device: str, rng: torch.Generator) -> Tensor:
     x[17] *= 64
     if format == "f16":
         x /= 64  # products of gate and up stay below 65504
-    return x.to(DTYPES.get(format, torch.bfloat16)).to(device)
+    return x.to(dtype_of(format)).to(device)
 
 
 @pytest.mark.parametrize("routing", ["ids", "logits", "masked"])
 @pytest.mark.parametrize(("device", "format"), PLACES)
 def test_a_row_alone(device: str, format: str, routing: str, rng: torch.Generator) -> None:
-    weights, x = experts(format, device, rng), tokens(format, device, rng)
+    weights, x = EXPERTS[format](SHAPE, device, rng), tokens(format, device, rng)
     gates, ids = (part.to(device) for part in make_routing("uniform", TOKENS, SHAPE.experts, SHAPE.top_k, rng))
     logits = torch.randn((TOKENS, SHAPE.experts), generator=rng).to(device)
 

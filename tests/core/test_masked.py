@@ -7,12 +7,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
 
 import oxmoe
-from cases import ACTIVATIONS, GPT_OSS, Shape, make_layer, make_workspace
+from cases import ACTIVATIONS, GPT_OSS, TINY, Shape, make_layer, make_workspace, make_x
 from fp8_cases import chosen, make_fp8, make_fp8_tensor
 from host_cta import HostCtas
 from mxfp4_cases import make_blocks
@@ -380,6 +381,23 @@ def test_contiguous(device: str, format: str, alignment: int, rng: torch.Generat
     back = torch.empty_like(mixed)
     back[order.to(device)] = mixed
     assert same_bits(back[places], expected) and bool((back[~places] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_indices_of_numpy(dtype: str, rng: torch.Generator) -> None:
+    """With numpy arrays the indices are one, too, as the ids of `moe` are."""
+    layer = make_layer(TINY, torch.float32, "cpu", rng)
+    x, owners = make_x(7, TINY, torch.float32, "cpu", rng), torch.tensor([5, -1, 0, 3, 3, -1, 1])
+    expected = oxmoe.moe_contiguous(x, layer.weights(), m_indices=owners)
+    weights = oxmoe.ExpertWeights.f32(layer.w13.numpy(), layer.w2.numpy())
+    made = oxmoe.moe_contiguous(x.numpy(), weights, m_indices=owners.numpy().astype(dtype))  # type: ignore[arg-type]
+    assert isinstance(made, numpy.ndarray) and same_bits(torch.from_numpy(made), expected)
+    assert bool(expected[0].any()) and not expected[1].any()
+    wrong = numpy.array([0, 1, 2, 3, 4, 5, 6], dtype=dtype)
+    with pytest.raises(ValueError, match=r"^m_indices: row 6: expected -1 \(no expert\) or 0 to 5, got 6$"):
+        oxmoe.moe_contiguous(x.numpy(), weights, m_indices=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^m_indices: expected dtype int32 or int64, got uint8$"):
+        oxmoe.moe_contiguous(x.numpy(), weights, m_indices=wrong.astype("uint8"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -41,6 +41,13 @@ def contiguous(indices: torch.Tensor) -> Any:
     return oxmoe.moe_contiguous(x, oxmoe.ExpertWeights.bf16(w13, w2), m_indices=indices)
 
 
+def trtllm(intermediate_size: int) -> Any:
+    x, w13, w2, _, _ = layer()
+    form = {"routing_method_type": 1, "use_shuffled_weight": False, "weight_layout": 0}
+    logits, sizes = torch.randn(T, E), (E, K, None, None, intermediate_size, 0, E)
+    return oxmoe.trtllm_bf16_moe(logits, None, x, w13, w2, *sizes, **form)
+
+
 def on_bare_weights() -> Any:
     x, w13, _, weights, ids = layer()
     return oxmoe.moe(x, w13, weights, ids)  # type: ignore[arg-type]
@@ -65,6 +72,10 @@ def linear_scale() -> Any:
 def workspace_bytes(tokens: int, top_k: int) -> int:
     _, w13, w2, _, _ = layer()
     return oxmoe.workspace_bytes(oxmoe.ExpertWeights.bf16(w13, w2), tokens, top_k)
+
+
+def contiguous_of(values: list[int]) -> Any:
+    return contiguous(torch.tensor(values, dtype=torch.int32))
 
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
@@ -121,6 +132,26 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "m_indices: expected dtype int32 or int64, got float32",
     ),
+    "DeepGEMM, an index beyond the experts": (
+        lambda: contiguous_of([0, 1, -1, E, 0]),
+        ValueError,
+        "m_indices: row 3: expected -1 (no expert) or 0 to 3, got 4",
+    ),
+    "DeepGEMM, indices in columns": (
+        lambda: contiguous(torch.zeros((2 * T, 2), dtype=torch.int32)[:, 0][::2]),
+        ValueError,
+        "m_indices: is not contiguous",
+    ),
+    "DeepGEMM, indices as a list": (
+        lambda: contiguous([0] * T),  # type: ignore[arg-type]
+        ValueError,
+        "m_indices: expected a torch tensor, got list",
+    ),
+    "flashinfer, another intermediate_size": (
+        lambda: trtllm(2 * INTER),
+        ValueError,
+        f"intermediate_size: expected {INTER} (from the weights), got {2 * INTER}",
+    ),
     "bare weights": (on_bare_weights, TypeError, "; make them once, with a constructor such as oxmoe.ExpertWeights."),
     "SGLang, no top-k": (
         lambda: fused_experts(None),
@@ -149,6 +180,59 @@ def test_mistake(name: str) -> None:
     call, kind, message = MISTAKES[name]
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+def test_the_right_intermediate_size() -> None:
+    assert trtllm(INTER).shape == (T, H)
+
+
+@pytest.mark.parametrize("columns", [H, 2 * H])
+@pytest.mark.parametrize("format", ["bf16", "f32", "fp8_block", "fp8_tensor", "mxfp8", "mxfp4", "nvfp4", "int4"])
+def test_a_gate_too_many_or_too_few(format: str, columns: int) -> None:
+    """w2 shows that w13 was taken to have gates, or to have none."""
+    gated, rows = columns == H, 2 * INTER
+    sizes = (("w13", rows, H), ("w2", H, INTER if gated else rows))
+    each = {"mxfp4": 2, "nvfp4": 2, "int4": 2}.get(format, 1)
+    dtypes = {"bf16": BF16, "f32": torch.float32} | dict.fromkeys(("fp8_block", "fp8_tensor", "mxfp8"), E4M3)
+    operands = [torch.zeros((E, n, k // each)).to(dtypes.get(format, torch.uint8)) for _, n, k in sizes]
+    block = {"mxfp4": 32, "mxfp8": 32, "int4": 32, "nvfp4": 16, "fp8_block": 128}.get(format)
+    if format == "fp8_tensor":
+        operands += [torch.ones(E), torch.ones(E)]
+    elif block:
+        scale = {"int4": BF16, "nvfp4": E4M3, "fp8_block": torch.float32}.get(format, torch.uint8)
+        operands += [torch.ones((E, n // (128 if block == 128 else 1), k // block)).to(scale) for _, n, k in sizes]
+    if format == "nvfp4":
+        operands += [torch.ones(E), torch.ones(E)]
+    make = getattr(oxmoe.ExpertWeights, format)
+    assert make(*operands, gated=gated).gated == gated
+    hint = "half of w13's rows are gates: pass gated=False" if not gated else "w13 has no gates: pass gated=True"
+    with pytest.raises(
+        ValueError, match=rf'^w2: dimension 2 ".*": expected \d+.*, got \d+; gated={not gated} .*{hint}'
+    ):
+        make(*operands, gated=not gated)
+    # Sizes that no choice of `gated` explains have no such hint.
+    operands[1] = operands[1][:, :, :-16].contiguous()
+    with pytest.raises(ValueError, match=r"^w2: dimension 2 [^;]*$"):
+        make(*operands, gated=gated)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4"])
+def test_dtype_by_torchs_own(format: str) -> None:
+    """`dtype` takes a torch dtype, as activation_dtype does, or the name that ExpertWeights.dtype has."""
+    block, numbers = (16, [torch.ones(E)] * 2) if format == "nvfp4" else (32, [])
+    scale = {"int4": BF16, "nvfp4": E4M3, "mxfp4": torch.uint8}[format]
+    codes = [torch.zeros((E, 2 * INTER, H // 2), dtype=torch.uint8), torch.zeros((E, H, INTER // 2), dtype=torch.uint8)]
+    scales = [torch.ones((E, n, H // block)).to(scale) for n in (2 * INTER, H)]
+    make = getattr(oxmoe.ExpertWeights, format)
+    for name, dtype in (("bf16", BF16), ("f16", torch.float16), ("f32", torch.float32)):
+        for given in (name, dtype):
+            assert make(*codes, *scales, *numbers, dtype=given).dtype == name
+    for wrong in (torch.float64, "torch.float16", "bfloat17"):
+        with pytest.raises(ValueError, match=f"^dtype: expected .*got .*{re.escape(str(wrong))}"):
+            make(*codes, *scales, *numbers, dtype=wrong)
+    for wrong in (None, 16, BF16.itemsize):
+        with pytest.raises(TypeError, match=r"^dtype: "):
+            make(*codes, *scales, *numbers, dtype=wrong)
 
 
 def test_compiled_code_has_no_backward_either() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import oxmoe
+import oxmoe._oxmoe as extension
 from cases import Shape, apart, make_layer, make_workspace, make_x, tie_free_logits
 from fake_cuda.harness import asked, execute, parameters_of
 from fp8_cases import make_fp8
@@ -143,3 +144,21 @@ def test_bits_in_a_graph(make: Any, kind: str, rng: torch.Generator) -> None:
         assert all(same_bits(result, expected) for result in results)
         # Eager calls between replays go on counting.
         assert same_bits(call(spaces[0]), expected) and same_bits(call(spaces[-1]), expected)
+
+
+def test_what_kernels_cannot_count_is_refused() -> None:
+    """GEMM2 gathers GEMM1's output in vectors of 8, whose number has 31 bits. The rows are slots, not tokens."""
+    sizes, most = (8, 8, 1024, 14336), 8 * (2**31 - 1) // (8 * 14336)
+    assert extension.shape_workspace_bytes(*sizes, most) > 2 * 8 * most * 14336
+    message = (
+        rf"num_tokens: {8 * (most + 1)} slots \(tokens x top-k\) of 14336 columns .* beyond 8 x 2\^31 elements; split"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        extension.shape_workspace_bytes(*sizes, most + 1)
+    weights = oxmoe.ExpertWeights.bf16(
+        *(torch.zeros(shape, dtype=torch.bfloat16) for shape in ((1, 512, 8), (1, 8, 256)))
+    )
+    most = 8 * (2**31 - 1) // (32 * 256)
+    assert oxmoe.workspace_bytes(weights, most, 32) > 0
+    with pytest.raises(NotImplementedError, match=r"^num_tokens: .* of 256 columns between the GEMMs"):
+        oxmoe.workspace_bytes(weights, most + 2, 32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +9,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import PATTERNS, Shape, apart, make_layer, make_routing, make_workspace, make_x, tie_free_logits
-from fp8_cases import make_fp8
-from int4_cases import make as make_int4
-from mxfp4_cases import make_blocks
-from nvfp4_cases import Nvfp4, on_cuda
-from nvfp4_cases import make as make_nvfp4
+from cases import PATTERNS, Shape, apart, make_routing, make_workspace, make_x, tie_free_logits
+from format_cases import EXPERTS, IN_ONE_LAUNCH, dtype_of
 from oxmoe.testing import same_bits
 
 # K of a block, of part of a stage, of a whole one and more; rows that end inside a block; 384 experts as Kimi K2 has.
@@ -34,21 +29,6 @@ SHAPES = (
 )
 
 
-def nvfp4_on(device: str, layer: Nvfp4) -> Nvfp4:
-    return layer if device == "cpu" else on_cuda(layer)
-
-
-KINDS: dict[str, Callable[[Shape, str, torch.Generator], oxmoe.ExpertWeights]] = {
-    "bf16": lambda shape, device, rng: make_layer(shape, torch.bfloat16, device, rng).weights(),
-    "f16": lambda shape, device, rng: make_layer(shape, torch.float16, device, rng).weights(),
-    "fp8_block": lambda shape, device, rng: make_fp8(shape, device, rng).weights(),
-    "mxfp4": lambda shape, device, rng: make_blocks(shape, "bf16", device, rng).weights(),
-    "nvfp4": lambda shape, device, rng: nvfp4_on(device, make_nvfp4(shape, rng)).weights(),
-    "int4": lambda shape, device, rng: make_int4(shape, rng).to(device).weights(),
-    "int4-zeros": lambda shape, device, rng: make_int4(shape, rng, zeros=True).to(device).weights(),
-}
-
-
 def takes(kind: str, shape: Shape) -> bool:
     sizes = shape.hidden, shape.intermediate
     if kind == "fp8_block":
@@ -57,15 +37,27 @@ def takes(kind: str, shape: Shape) -> bool:
 
 
 ROWS = [
-    pytest.param(kind, shape, id=f"{kind}-{shape.name}") for shape in SHAPES for kind in KINDS if takes(kind, shape)
+    pytest.param(kind, shape, id=f"{kind}-{shape.name}")
+    for shape in SHAPES
+    for kind in IN_ONE_LAUNCH
+    if takes(kind, shape)
 ]
 # CPUs have one form of a layer, which does not depend on the number of tokens.
 TOKENS = {"cpu": (1, 3), "cuda": (1, 2, 4, 5, 8)}
-SMALL = [pytest.param(kind, SHAPES[0], id=kind) for kind in KINDS]
+# Options of a call with given ids. With apply_router_weight_on_input the layer has separate launches.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {"routed_scaling_factor": 2.5},
+    {"apply_router_weight_on_input": True},
+    {"no_combine": True},
+    {"no_combine": True, "keep_router_weight": True},
+    {"no_combine": True, "apply_router_weight_on_input": True},
+)
+SMALL = [pytest.param(kind, SHAPES[0], id=kind) for kind in IN_ONE_LAUNCH]
 
 
 def rows_of(kind: str, shape: Shape, tokens: int, device: str, rng: torch.Generator) -> Tensor:
-    return make_x(tokens, shape, torch.float16 if kind == "f16" else torch.bfloat16, device, rng)
+    return make_x(tokens, shape, dtype_of(kind), device, rng)
 
 
 def poisoned(x: Tensor, weights: oxmoe.ExpertWeights, **routing: Any) -> Tensor:
@@ -80,7 +72,7 @@ def given(topk_weights: Tensor, topk_ids: Tensor, **options: Any) -> dict[str, A
 
 @pytest.mark.parametrize("kind, shape", ROWS)
 def test_logits_ids_and_separate_launches_agree(kind: str, shape: Shape, device: str, rng: torch.Generator) -> None:
-    weights = KINDS[kind](shape, device, rng)
+    weights = EXPERTS[kind](shape, device, rng)
     bias = (torch.randperm(shape.experts, generator=rng) / shape.experts).to(device)
     for tokens in TOKENS[device]:
         x, logits = rows_of(kind, shape, tokens, device, rng), tie_free_logits(tokens, shape.experts, rng).to(device)
@@ -97,13 +89,13 @@ def test_logits_ids_and_separate_launches_agree(kind: str, shape: Shape, device:
 @pytest.mark.parametrize("kind, shape", SMALL)
 def test_any_ids(kind: str, shape: Shape, pattern: str, device: str, rng: torch.Generator) -> None:
     """An expert may be named several times for a token, and a slot may have no expert. Weights may have any sign."""
-    weights, top_k = KINDS[kind](shape, device, rng), shape.top_k
+    weights, top_k = EXPERTS[kind](shape, device, rng), shape.top_k
     for tokens in TOKENS[device]:
         for names in (top_k, 1, 5):
             x = rows_of(kind, shape, tokens, device, rng)
             topk_weights, topk_ids = (t.to(device) for t in make_routing(pattern, tokens, shape.experts, names, rng))
             topk_weights[:, ::3] *= -1
-            for options in ({}, {"no_combine": True}, {"routed_scaling_factor": 2.5}):
+            for options in OPTIONS:
                 one = oxmoe.moe(x, weights, topk_weights, topk_ids, **options)
                 assert same_bits(one, apart(x, weights, topk_weights, topk_ids, **options))
 
@@ -111,7 +103,7 @@ def test_any_ids(kind: str, shape: Shape, pattern: str, device: str, rng: torch.
 @pytest.mark.parametrize("kind, shape", SMALL)
 def test_ranks(kind: str, shape: Shape, device: str, rng: torch.Generator) -> None:
     """Ids of other ranks' experts belong to nobody here, whatever their weights are."""
-    weights, ranks = KINDS[kind](shape, device, rng), 3
+    weights, ranks = EXPERTS[kind](shape, device, rng), 3
     for tokens in (1, 2, 8):
         x = rows_of(kind, shape, tokens, device, rng)
         topk_weights, topk_ids = make_routing("duplicates", tokens, ranks * shape.experts, shape.top_k, rng)
@@ -124,12 +116,55 @@ def test_ranks(kind: str, shape: Shape, device: str, rng: torch.Generator) -> No
             assert same_bits(one, apart(x, weights, topk_weights.to(device), local))
 
 
+@pytest.mark.parametrize("kind, shape", SMALL)
+def test_options_of_logits(kind: str, shape: Shape, device: str, rng: torch.Generator) -> None:
+    """Some experts are on other ranks, and some tokens are padding, whose numbers nobody reads."""
+    weights, ranks = EXPERTS[kind](shape, device, rng), 2
+    for tokens in TOKENS[device]:
+        whole = rows_of(kind, shape, tokens, device, rng)
+        logits = tie_free_logits(tokens, ranks * shape.experts, rng).to(device)
+        for valid in {None, 0, 1, tokens}:
+            x, padding = whole.clone(), {}
+            if valid is not None:
+                x[valid:] = torch.nan
+                padding = {"num_token_non_padded": torch.tensor(valid, dtype=torch.int32).to(device)}
+            chosen = oxmoe.topk(logits, shape.top_k, **padding)
+            for options in OPTIONS:
+                used = False
+                for rank in range(ranks):
+                    own = {"ep_size": ranks, "ep_rank": rank, **options}
+                    separate = apart(x, weights, *chosen, **own)
+                    assert bool(separate.isfinite().all())
+                    used |= bool((separate != 0).any())
+                    one = oxmoe.moe(x, weights, router_logits=logits, top_k=shape.top_k, **padding, **own)
+                    assert same_bits(one, separate)
+                    assert same_bits(oxmoe.moe(x, weights, *chosen, **own), separate)
+                assert used == (valid != 0)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("kind, shape", SMALL)
+def test_in_place(kind: str, shape: Shape, pattern: str, device: str, rng: torch.Generator) -> None:
+    """`out` may be x: a row of x is read before its row of the output is written, also if other CTAs write it."""
+    weights = EXPERTS[kind](shape, device, rng)
+    for tokens in TOKENS[device]:
+        x = rows_of(kind, shape, tokens, device, rng)
+        routing = given(*(t.to(device) for t in make_routing(pattern, tokens, shape.experts, shape.top_k, rng)))
+        logits = tie_free_logits(tokens, shape.experts, rng).to(device)
+        for options in (routing, {"router_logits": logits, "top_k": shape.top_k}):
+            expected = oxmoe.moe(x, weights, **options)
+            for _ in range(20 if device == "cuda" else 1):
+                own = x.clone()
+                assert oxmoe.moe(own, weights, **options, out=own) is own
+                assert same_bits(own, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, shape", SMALL)
 def test_replays_of_other_ids(kind: str, shape: Shape, rng: torch.Generator) -> None:
     """Layers on one workspace follow each other in a graph; x, ids and weights change before each replay."""
     tokens = 2
-    layers = [KINDS[kind](shape, "cuda", rng) for _ in range(3)]
+    layers = [EXPERTS[kind](shape, "cuda", rng) for _ in range(3)]
     xs = [rows_of(kind, shape, tokens, "cuda", rng) for _ in range(7)]
     patterns = [PATTERNS[i % len(PATTERNS)] for i in range(3 * len(PATTERNS))]
     routings = [make_routing(pattern, tokens, shape.experts, shape.top_k, rng) for pattern in patterns]
@@ -153,12 +188,18 @@ def test_replays_of_other_ids(kind: str, shape: Shape, rng: torch.Generator) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind, shape", SMALL)
-def test_given_ids_take_one_launch(kind: str, shape: Shape, rng: torch.Generator) -> None:
+def test_one_launch_for_the_options_that_it_knows(kind: str, shape: Shape, rng: torch.Generator) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("only Hopper has such kernels")
-    weights, x = KINDS[kind](shape, "cuda", rng), rows_of(kind, shape, 1, "cuda", rng)
+    weights, x = EXPERTS[kind](shape, "cuda", rng), rows_of(kind, shape, 1, "cuda", rng)
     topk_weights, topk_ids = (t.cuda() for t in make_routing("duplicates", 1, shape.experts, shape.top_k, rng))
-    before = oxmoe.stats()["launches"]
-    oxmoe.moe(x, weights, topk_weights, topk_ids)
-    made = {name: n - before.get(name, 0) for name, n in oxmoe.stats()["launches"].items() if n != before.get(name, 0)}
-    assert sum(made.values()) == 1 and next(iter(made)).startswith("routed_layer")
+    logits = tie_free_logits(1, shape.experts, rng).cuda()
+    padding = {"num_token_non_padded": torch.ones((), dtype=torch.int32, device="cuda")}
+    for routing in (given(topk_weights, topk_ids), {"router_logits": logits, "top_k": shape.top_k, **padding}):
+        for options in OPTIONS:
+            before = oxmoe.stats()["launches"]
+            oxmoe.moe(x, weights, **routing, **options)
+            now = oxmoe.stats()["launches"]
+            made = {name: n - before.get(name, 0) for name, n in now.items() if n != before.get(name, 0)}
+            together = sum(made.values()) == 1 and next(iter(made)).startswith("routed_layer")
+            assert together != bool(options.get("apply_router_weight_on_input"))

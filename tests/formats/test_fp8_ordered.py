@@ -44,7 +44,9 @@ GATHERED = (
 def plan_of(shape: Shape, tokens: int) -> str:
     sizes = (shape.experts, shape.hidden, shape.intermediate, shape.top_k, tokens)
     names = ("num_experts", "hidden_size", "intermediate_size", "top_k", "num_tokens")
-    return oxmoe.explain(**dict(zip(names, sizes, strict=True)), format="fp8_block", gated=shape.gated, arch="sm_90")
+    return oxmoe.explain(
+        **dict(zip(names, sizes, strict=True)), format="fp8_block", gated=shape.gated, arch="sm_90", routing="logits"
+    )
 
 
 def check_both(layer: Fp8, x: Tensor, *routing: Tensor, **options: Any) -> None:

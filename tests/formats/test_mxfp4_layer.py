@@ -35,7 +35,7 @@ def chosen(x: Tensor, logits: Tensor, top_k: int, **options: Any) -> dict[str, A
 
 def planned(shape: Shape, tokens: int) -> list[str]:
     sizes = shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens
-    text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch="sm_90")
+    text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch="sm_90", routing="logits")
     return re.findall(r"((?:routed_layer|grouped_gemm)_mxfp4_sm90_(?:gated|plain))", text)
 
 

@@ -45,7 +45,7 @@ MANY_UNITS = (
 def kernels(shape: Shape, tokens: int, arch: str | None = None) -> list[tuple[str, str, int, int]]:
     """Returns (kernel, form, tokens, consumers) of the GEMMs' launch on Hopper, from the plan's text."""
     sizes = shape.experts, shape.top_k, shape.hidden, shape.intermediate, tokens
-    text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch=arch)
+    text = oxmoe.explain(*sizes, format="mxfp4", gated=shape.gated, arch=arch, routing="logits")
     found = re.findall(r"(grouped_gemm_mxfp4_\w+?)_(gated|plain)_t(\d+)_c(\d+)_", text)
     return [(name, form, int(tile), int(consumers)) for name, form, tile, consumers in found]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -128,6 +129,32 @@ def test_simulated_expert_parallelism(device: str, tokens: int, simulated_ep: in
     expert_of_slot = {t * 4 + j: expert for t, row in enumerate(kept) for j, expert in enumerate(row)}
     experts = [expert_of_slot[slot] for slot in combine.tolist() if slot >= 0]
     assert experts == sorted(experts)
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("sm_first", [False, True])
+def test_numpy(sm_first: bool, given: bool, rng: torch.Generator) -> None:
+    """numpy arrays give numpy arrays with the numbers of torch tensors."""
+    logits = tie_free_logits(9, 12, rng)
+    ids = oxmoe.topk(logits, 3)[1] if given else None
+    of_torch = oxmoe.routing(logits, 3, sm_first, ids, 2, torch.tensor(7, dtype=torch.int32))
+    of_numpy = oxmoe.routing(
+        logits.numpy(),
+        3,
+        sm_first,
+        None if ids is None else ids.numpy(),
+        2,
+        numpy.array(7, dtype=numpy.int32),  # type: ignore[arg-type]
+    )
+    pairs = [(of_torch[0].gate_scal, of_numpy[0].gate_scal), (of_torch[0].expt_hist, of_numpy[0].expt_hist)]
+    tables = "slice_sizes", "slice_offs", "block_offs_data", "block_schedule_data"
+    pairs += [(getattr(of_torch[0].expt_data, name), getattr(of_numpy[0].expt_data, name)) for name in tables]
+    for ours, theirs in zip(of_torch[1:], of_numpy[1:], strict=True):
+        pairs += [(ours.src_indx, theirs.src_indx), (ours.dst_indx, theirs.dst_indx)]  # type: ignore[attr-defined]
+    for tensor, array in pairs:
+        assert isinstance(array, numpy.ndarray) and array.dtype == tensor.numpy().dtype
+        assert (array == tensor.numpy()).all()
+    assert of_numpy[0].n_expts_tot == of_torch[0].n_expts_tot == 6
 
 
 def test_older_names() -> None:

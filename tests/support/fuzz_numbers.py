@@ -376,6 +376,7 @@ def draw_explain(rng: random.Random, generator: torch.Generator) -> Call:
         "format": rng.choice(("bf16", "f16", "mxfp4", "mxfp4-a8", "fp8_block", "fp8_tensor", "mxfp8", "nvfp4", "int4")),
         "gated": rng.random() < 0.8,
         "arch": rng.choice(("sm_80", "sm_90", "sm_100", "sm_120", "cpu")),
+        "routing": rng.choice((None, "logits", "ids")),
     }
     if operands["format"] == "mxfp4-a8":
         operands["arch"] = rng.choice(("sm_90", "cpu"))

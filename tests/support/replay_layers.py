@@ -15,12 +15,8 @@ import torch
 from torch import Tensor
 
 import oxmoe
-from cases import Shape, apart, make_layer, make_workspace, tie_free_logits
-from fp8_cases import make_fp8
-from int4_cases import make as make_int4
-from mxfp4_cases import make_blocks
-from nvfp4_cases import make as make_nvfp4
-from nvfp4_cases import on_cuda
+from cases import Shape, apart, make_workspace, make_x, tie_free_logits
+from format_cases import EXPERTS, IN_ONE_LAUNCH, dtype_of
 
 SHAPE = Shape("replays", 16, 4, 256, 256)
 TOKENS, LAYERS, INPUTS = 2, 3, 20
@@ -30,8 +26,8 @@ class Replays:
     """Layers that follow each other on one workspace, captured as a graph, and the results of separate launches."""
 
     def __init__(self, kind: str, rng: torch.Generator) -> None:
-        self.layers = [self.weights(kind, rng) for _ in range(LAYERS)]
-        self.xs = [torch.randn((TOKENS, SHAPE.hidden), generator=rng).bfloat16().cuda() for _ in range(INPUTS)]
+        self.layers = [EXPERTS[kind](SHAPE, "cuda", rng) for _ in range(LAYERS)]
+        self.xs = [make_x(TOKENS, SHAPE, dtype_of(kind), "cuda", rng) for _ in range(INPUTS)]
         self.logits = [tie_free_logits(TOKENS, SHAPE.experts, rng).cuda() for _ in range(INPUTS)]
         self.x, self.routing = self.xs[0].clone(), self.logits[0].clone()
         self.outs = [torch.empty_like(self.x) for _ in range(LAYERS)]
@@ -42,19 +38,6 @@ class Replays:
         with torch.cuda.graph(self.graph):
             self.together()
         self.wrong, self.count = torch.zeros((), dtype=torch.int64, device="cuda"), 0
-
-    @staticmethod
-    def weights(kind: str, rng: torch.Generator) -> oxmoe.ExpertWeights:
-        if kind == "bf16":
-            made: oxmoe.ExpertWeights = make_layer(SHAPE, torch.bfloat16, "cuda", rng).weights()
-            return made
-        if kind == "fp8_block":
-            return make_fp8(SHAPE, "cuda", rng).weights()
-        if kind == "mxfp4":
-            return make_blocks(SHAPE, "bf16", "cuda", rng).weights()
-        return (
-            on_cuda(make_nvfp4(SHAPE, rng)).weights() if kind == "nvfp4" else make_int4(SHAPE, rng).to("cuda").weights()
-        )
 
     def separate(self, i: int) -> Tensor:
         row = self.xs[i]
@@ -80,7 +63,7 @@ class Replays:
 
 def main(seed: int, seconds: float) -> None:
     rng = torch.Generator().manual_seed(seed)
-    every = {kind: Replays(kind, rng) for kind in ("bf16", "fp8_block", "mxfp4", "nvfp4", "int4")}
+    every = {kind: Replays(kind, rng) for kind in IN_ONE_LAUNCH}
     end, replays = time.monotonic() + seconds, Counter[str]()
     while time.monotonic() < end:
         for replayed in every.values():

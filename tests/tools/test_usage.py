@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,6 +174,48 @@ def test_explain(capsys: pytest.CaptureFixture[str]) -> None:
             assert capsys.readouterr().out == "\n".join(plans)
     assert __main__.main(["explain", *arguments, "--dtype", "f16", "--plain", "--arch", "cpu"]) == 0
     assert capsys.readouterr().out == oxmoe.explain(128, 8, 2048, 768, 1, format="f16", gated=False, arch="cpu")
+
+
+def launches_of(plan: str) -> list[str]:
+    return re.findall(r"^launch \d+: (\w+):", plan, re.MULTILINE)
+
+
+def test_explain_says_what_given_ids_change() -> None:
+    """By default the plan is that of router logits, and the launches that are different with given ids follow."""
+    words = "with topk_ids in place of router logits:"
+
+    def plans(tokens: int, **options: Any) -> tuple[str, str, str]:
+        sizes = 128, 8, 2048, 768, tokens
+        logits, ids = (oxmoe.explain(*sizes, routing=source, **options) for source in ("logits", "ids"))
+        both = oxmoe.explain(*sizes, **options)
+        assert both == oxmoe.explain(*sizes, routing=None, **options) and words not in logits + ids
+        assert both.partition("workspace")[2] == logits.partition("workspace")[2] == ids.partition("workspace")[2]
+        return both, logits, ids
+
+    # Few tokens are one launch with either, and CPUs have no launches.
+    for options in ({"arch": "sm_90"}, {"arch": "sm_90", "format": "mxfp4"}, {"arch": "cpu"}):
+        both, logits, ids = plans(1, **options)
+        assert both == logits == ids and len(launches_of(ids)) == (options["arch"] != "cpu")
+    # The routing alone is different.
+    both, logits, ids = plans(64, arch="sm_90")
+    changed = f"{words} launch 0: route_e0: 8 CTAs in clusters of 8 x 8 warps, 6800 bytes of shared memory\n"
+    assert both.replace(changed, "") == logits and both.count(words) == 1
+    assert (launches_of(logits)[0], launches_of(ids)[0]) == ("route_e4", "route_e0")
+    assert launches_of(logits)[1:] == launches_of(ids)[1:]
+    # The routing has another number of launches: all are printed.
+    both, logits, ids = plans(300, arch="sm_90")
+    assert launches_of(both) == launches_of(logits) + launches_of(ids)
+    assert (launches_of(logits)[:2], launches_of(ids)[:1]) == (["select_e4", "place_chosen"], ["route_e0"])
+
+
+def test_explain_takes_one_routing(capsys: pytest.CaptureFixture[str]) -> None:
+    for source in ("logits", "ids"):
+        arguments = ["--layer", "qwen3-30b-a3b", "--tokens", "64", "--arch", "sm_90", "--routing", source]
+        assert __main__.main(["explain", *arguments]) == 0
+        assert capsys.readouterr().out == oxmoe.explain(128, 8, 2048, 768, 64, arch="sm_90", routing=source)
+    message = 'routing: expected "logits", "ids" or None for both, got "topk"'
+    with pytest.raises(ValueError, match=message):
+        oxmoe.explain(128, 8, 2048, 768, 64, routing="topk")  # type: ignore[arg-type]
 
 
 def test_explain_knows_every_layer_of_the_bench() -> None:

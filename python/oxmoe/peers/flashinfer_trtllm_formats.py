@@ -97,12 +97,14 @@ def layer(
     workspace_buffer: Tensor | None = None,
     copies: bool = True,
     dtype: str | None = None,
+    intermediate_size: int | None = None,
 ) -> Any:
     """Runs the layer of weights that were prepared, or that `make` makes of `owners` and `options`.
 
     experts: num_experts, local_expert_offset, local_num_experts. refused: name of each argument that is not served ->
     whether the caller uses it. workspace_buffer: a buffer that is large enough is the workspace. copies: `make` copies
     the owners, and its result is kept while they live. dtype: that of gemm1_weights, checked before their shape.
+    intermediate_size: the caller's, which the weights must have.
     """
     if any(refused.values()):
         given = ", ".join(name for name, used in refused.items() if used)
@@ -126,6 +128,9 @@ def layer(
             weights = cache.get(owners, tuple(tensors.values()), key, lambda: make(*owners, **options))
         else:
             weights = make(*owners, **options)
+    if intermediate_size not in (None, weights.intermediate_size):
+        expected = f"expected {weights.intermediate_size} (from the weights)"
+        raise ValueError(f"intermediate_size: {expected}, got {intermediate_size}")
     return run(moe, x, weights, routing, x_scale=x_scale, out=output, workspace_buffer=workspace_buffer)
 
 
@@ -225,7 +230,7 @@ def trtllm_bf16_moe(
     return _bf16(
         "trtllm_bf16_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights,
+        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights, intermediate_size,
     )  # fmt: skip
 
 
@@ -273,7 +278,7 @@ def trtllm_bf16_routed_moe(
     return _bf16(
         "trtllm_bf16_routed_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
         (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights,
+        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights, intermediate_size,
     )  # fmt: skip
 
 
@@ -292,6 +297,7 @@ def _bf16(
     output: Tensor | None,
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
+    intermediate_size: int,
 ) -> Any:
     options = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
     form = {"use_shuffled_weight": bool(use_shuffled_weight), "weight_layout": int(weight_layout)}
@@ -300,6 +306,7 @@ def _bf16(
         function, routing, hidden_states, None, weights, prepare_trtllm_bf16_moe, (gemm1_weights, gemm2_weights),
         {**form, **options}, experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer,
         copies=form["use_shuffled_weight"] or form["weight_layout"] == BLOCK_MAJOR_K, dtype="bfloat16",
+        intermediate_size=intermediate_size,
     )  # fmt: skip
 
 
@@ -426,7 +433,7 @@ def trtllm_fp8_per_tensor_scale_moe(
         "trtllm_fp8_per_tensor_scale_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights,
         output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
         (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, {}, activation_type,
-        gemm1_clamp_limit, output, workspace_buffer, weights,
+        gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
     )  # fmt: skip
 
 
@@ -472,7 +479,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
         "trtllm_fp8_per_tensor_scale_routed_moe", routing, hidden_states, gemm1_weights,
         output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
         (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
-        refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights,
+        refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
     )  # fmt: skip
 
 
@@ -493,6 +500,7 @@ def _per_tensor(
     output: Tensor | None,
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
+    intermediate_size: int,
 ) -> Any:
     import torch
 
@@ -509,4 +517,5 @@ def _per_tensor(
     return layer(
         function, routing, hidden_states, one, weights, prepare_trtllm_fp8_per_tensor_scale_moe, owners, options,
         experts=experts, refused=refused, output=output, workspace_buffer=workspace_buffer, dtype="float8_e4m3fn",
+        intermediate_size=intermediate_size,
     )  # fmt: skip

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import routing_tables, topk
 from oxmoe.operands import check_tensor, named_arguments
@@ -135,6 +137,16 @@ def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor,
     return weights.gather(1, order), ids.masked_fill(gone, -1).gather(1, order)
 
 
+def _as_numpy(value: Any) -> Any:
+    """Returns the tables with numpy arrays in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value.numpy()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: _as_numpy(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return type(value)(**fields)
+    return value
+
+
 @named_arguments
 def routing(
     logits: Tensor,
@@ -149,8 +161,14 @@ def routing(
     sm_first: softmax over all experts, rounded to the logits' dtype, then the choice; else the choice, then softmax
     over the chosen. A row's chosen experts are in the order of their ids. expt_indx [T, k]: experts that are given, not
     chosen; other numbers than 0 to E - 1 are no expert. simulated_ep: as on the first of that many expert-parallel
-    ranks. n_rows: rows from this one on are padding.
+    ranks. n_rows: rows from this one on are padding. With numpy arrays the tables are numpy arrays, too.
     """
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(logits, numpy.ndarray):
+        tensors = [torch.from_numpy(t) if isinstance(t, numpy.ndarray) else t for t in (logits, expt_indx, n_rows)]
+        made = routing(tensors[0], n_expts_act, sm_first, tensors[1], simulated_ep, tensors[2])
+        data, gather, scatter = map(_as_numpy, made)
+        return data, gather, scatter
     check_tensor("logits", logits, "T", "E")
     experts = logits.shape[1]
     if simulated_ep < 1 or experts % simulated_ep:

@@ -39,18 +39,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sm_80 (A100), sm_90 (H100, H200), sm_100 (B200), ... or cpu (default: this machine's first GPU, else its "
         "CPU)",
     )
+    parser.add_argument(
+        "--routing",
+        choices=("logits", "ids"),
+        help="from router logits, or with given ids (default: from logits, and what is different with ids)",
+    )
     parser.add_argument("--plain", action="store_true", help="without a gate: w13 has the up rows alone")
 
 
 def run(args: argparse.Namespace) -> int:
-    (experts, top_k, hidden, intermediate), format_name = shape(args), weights(args)
+    experts, top_k, hidden, intermediate = shape(args)
+    options = {"format": weights(args), "gated": not args.plain, "arch": args.arch, "routing": args.routing}
     try:
-        plans = [
-            oxmoe.explain(
-                experts, top_k, hidden, intermediate, count, format=format_name, gated=not args.plain, arch=args.arch
-            )
-            for count in args.tokens
-        ]
+        plans = [oxmoe.explain(experts, top_k, hidden, intermediate, count, **options) for count in args.tokens]
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
     print("\n".join(plans), end="")

@@ -9,7 +9,7 @@ use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands};
 use crate::moe::options::Options;
 use crate::moe::plan::{self, fp8_sm90};
 use crate::moe::weight_maps;
@@ -109,11 +109,12 @@ impl Source for Scaling {
         };
         let inner = desc.inner();
         let of = |name, size: i64| Dim::Is(name, size / block);
-        contract.check(
-            "w2",
+        check_w2(
+            &mut contract,
             w2,
             &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &[Elem::E4M3],
+            gated,
         )?;
         let all_blocks = rows / intermediate * inner;
         let (of_rows, of_hidden) = (of("rows of w13 / 128", all_blocks), of("hidden / 128", hidden));

@@ -6,8 +6,8 @@ use crate::contract;
 use crate::desc::LayerDesc;
 use crate::error::{guard, Error, Result};
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
-use crate::moe::options::{compute_type, Common, Options};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands};
+use crate::moe::options::{Common, Compute, Options};
 use crate::moe::weights::ExpertWeights;
 use crate::params::Dtype;
 use crate::quant::blocks::{Blocks, Groups};
@@ -79,7 +79,7 @@ impl Source for Spec {
         }
         let (rows_of_w2, per_element) = (Dim::Is("hidden", hidden), if w2.elem == Elem::I32 { 8 } else { 2 });
         let packed_columns = Dim::Is("packed columns of w2 (from w13)", intermediate / per_element);
-        contract.check("w2", w2, &[experts, rows_of_w2, packed_columns], &CODES)?;
+        check_w2(&mut contract, w2, &[experts, rows_of_w2, packed_columns], &CODES, gated)?;
         let of = [
             (["w13", "w13_scale", "w13_zeros"], "groups of w13", w13, w13_scale, b13, rows, hidden),
             (["w2", "w2_scale", "w2_zeros"], "groups of w2", w2, w2_scale, b2, hidden, intermediate),
@@ -143,7 +143,7 @@ fn refuse_on_gpus(name: &str, zeros: &Borrowed<'_>) -> Result<()> {
 #[doc = crate::help!("ExpertWeights.int4")]
 #[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
-#[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, dtype="bf16", **options),
+#[pyo3(signature = (w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, dtype=Compute(Dtype::Bf16), **options),
     text_signature = "(w13, w2, w13_scale, w2_scale, *, w13_zeros=None, w2_zeros=None, b13=None, b2=None, layout=\"gate_up\", \
 activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\")")]
 pub fn int4<'py>(
@@ -153,14 +153,14 @@ pub fn int4<'py>(
     w2_scale: &Bound<'py, PyAny>,
     w13_zeros: Option<&Bound<'py, PyAny>>,
     w2_zeros: Option<&Bound<'py, PyAny>>,
-    dtype: &str,
+    dtype: Compute,
     options: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<ExpertWeights> {
     let common = Common::new("int4", options)?;
     guard(|| {
         let mut contract = Contract::new();
         let options = common.options(&mut contract)?;
-        let dtype = compute_type(dtype)?;
+        let Compute(dtype) = dtype;
         let zeros = match (w13_zeros, w2_zeros) {
             (None, None) => None,
             (Some(up), Some(down)) => Some([contract.input("w13_zeros", up)?, contract.input("w2_zeros", down)?]),

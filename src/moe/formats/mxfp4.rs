@@ -6,7 +6,7 @@ use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::{Error, Result};
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands, PackedTensors};
 use crate::moe::options::Options;
 use crate::moe::packing::{self, NewPacked, OP};
 use crate::moe::plan;
@@ -74,7 +74,13 @@ impl Source for Spec {
         let (of_hidden, of_intermediate) =
             (Dim::Is("hidden / 32", columns / block), Dim::Is("intermediate / 32", intermediate / block));
         let (columns_of_x, rows_of_w2) = (hidden.unwrap_or(columns), Dim::Is("hidden", columns));
-        contract.check("w2", w2, &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)], &CODES)?;
+        check_w2(
+            &mut contract,
+            w2,
+            &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)],
+            &CODES,
+            gated,
+        )?;
         contract.check("w13_scale", w13_scale, &[experts, Dim::Named("rows of w13"), of_hidden], &SCALES)?;
         contract.check("w2_scale", w2_scale, &[experts, rows_of_w2, of_intermediate], &SCALES)?;
         check_biases(&mut contract, operands, rows_of_w2, &BIASES)?;

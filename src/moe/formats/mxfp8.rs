@@ -7,7 +7,7 @@ use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands, PackedTensors};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands, PackedTensors};
 use crate::moe::options::Options;
 use crate::moe::plan;
 use crate::params::Dtype;
@@ -47,7 +47,13 @@ impl Source for Spec {
         }
         let (of_hidden, of_intermediate) =
             (Dim::Is("hidden / 32", columns / block), Dim::Is("intermediate / 32", intermediate / block));
-        contract.check("w2", w2, &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)], &CODES)?;
+        check_w2(
+            &mut contract,
+            w2,
+            &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
+            &CODES,
+            gated,
+        )?;
         contract.check("w13_scale", w13_scale, &[experts, Dim::Named("rows of w13"), of_hidden], &SCALES)?;
         contract.check("w2_scale", w2_scale, &[experts, Dim::Named("hidden"), of_intermediate], &SCALES)?;
         check_biases(&mut contract, operands, Dim::Named("hidden"), &BIASES)?;

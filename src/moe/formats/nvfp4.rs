@@ -7,8 +7,8 @@ use crate::desc::LayerDesc;
 use crate::error::{guard, Error, Result};
 use crate::moe::layer::{Layer, Matrix};
 use crate::moe::numbers_of::numbers_of;
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
-use crate::moe::options::{compute_type, Common, Options};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands};
+use crate::moe::options::{Common, Compute, Options};
 use crate::moe::weights::ExpertWeights;
 use crate::params::{Dtype, W13Layout};
 use crate::quant::arguments::w13_layout;
@@ -90,7 +90,13 @@ impl Source for Spec {
             );
         }
         let rows_of_w2 = Dim::Is("hidden", hidden);
-        contract.check("w2", w2, &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)], &CODES)?;
+        check_w2(
+            &mut contract,
+            w2,
+            &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)],
+            &CODES,
+            gated,
+        )?;
         let of = [("w13_scale", w13_scale, rows, hidden), ("w2_scale", w2_scale, hidden, intermediate)];
         for ((name, scale, rows, columns), layout) in of.into_iter().zip(self.layouts) {
             let (rows, blocks) = layout.padded(rows as usize, (columns / block) as usize);
@@ -173,7 +179,7 @@ fn scales<'py>(
 #[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python, not positions
 #[pyo3(signature = (w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None,
-    scale_layout=None, dtype="bf16", **options),
+    scale_layout=None, dtype=Compute(Dtype::Bf16), **options),
     text_signature = "(w13, w2, w13_scale, w2_scale, w13_global_scale, w2_global_scale, *, input_global_scale=None, a2_global_scale=None, \
 scale_layout=None, b13=None, b2=None, layout=\"gate_up\", activation=\"silu\", gated=None, alpha=1.0, beta=0.0, limit=None, clamp=\"before\", situ_beta=None, situ_linear_beta=None, dtype=\"bf16\")")]
 pub fn nvfp4<'py>(
@@ -186,7 +192,7 @@ pub fn nvfp4<'py>(
     input_global_scale: Option<&Bound<'py, PyAny>>,
     a2_global_scale: Option<&Bound<'py, PyAny>>,
     scale_layout: Option<&str>,
-    dtype: &str,
+    dtype: Compute,
     options: Option<&Bound<'py, PyDict>>,
 ) -> PyResult<ExpertWeights> {
     let common = Common::new("nvfp4", options)?;
@@ -194,7 +200,7 @@ pub fn nvfp4<'py>(
         let mut contract = Contract::new();
         let (up, down) = (contract.input("w13", w13)?, tensor::describe("w2", w2)?);
         let cuda = up.place != Place::Cpu;
-        let dtype = compute_type(dtype)?;
+        let Compute(dtype) = dtype;
         if cuda && dtype != Dtype::Bf16 {
             return Err(Error::Unsupported(format!(
                 "dtype: {:?} for nvfp4 experts on {}; supported there: \"bf16\" (others run on CPU tensors)",

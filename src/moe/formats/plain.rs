@@ -6,7 +6,7 @@ use crate::desc::LayerDesc;
 use crate::device::gpu;
 use crate::error::Result;
 use crate::moe::layer::{Layer, Matrix};
-use crate::moe::operands::{check_biases, check_sizes, intermediate_size, Operands};
+use crate::moe::operands::{check_biases, check_sizes, check_w2, intermediate_size, Operands};
 use crate::moe::options::Options;
 use crate::moe::weight_maps;
 use crate::quant::Format;
@@ -36,11 +36,12 @@ impl Source for Plain {
         )?;
         let (experts, rows, hidden) = (w13.shape()[0], w13.shape()[1], w13.shape()[2]);
         let intermediate = intermediate_size(w13, gated)?;
-        contract.check(
-            "w2",
+        check_w2(
+            &mut contract,
             w2,
             &[Dim::Named("experts"), Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &[elem],
+            gated,
         )?;
         check_biases(&mut contract, operands, Dim::Named("hidden"), &[elem, Elem::F32])?;
         check_sizes(w13, hidden)?;

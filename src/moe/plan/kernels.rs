@@ -41,7 +41,7 @@ impl<'a> Gemms<'a> {
         let down = GemmDesc { gated: false, rows: layer.hidden, k: inner, ..up };
         let slots = match rows {
             Rows::Gathered { .. } => slots,
-            Rows::InOrder { expected, .. } => (expected * experts).clamp(1, slots.max(1)),
+            Rows::InOrder { expected, .. } => expected.saturating_mul(experts).clamp(1, slots.max(1)),
         };
         let likely = [up, down].map(|gemm| GemmDesc { slots, ..gemm });
         Gemms { device, rows, up, down, cut: layer.is_cut(), likely }

@@ -250,8 +250,8 @@ impl Program {
 
     fn append(&mut self, steps: impl IntoIterator<Item = Step>) {
         let first = self.steps().count();
-        for (place, step) in self.steps[first..].iter_mut().zip(steps) {
-            *place = Some(step);
+        for (number, step) in steps.into_iter().enumerate() {
+            self.steps[first + number] = Some(step);
         }
     }
 

@@ -163,6 +163,10 @@ fn layer(tokens: i64, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option
 const ROUTED_SLOTS: i64 = 64;
 pub const ROUTED_EXPERTS: i64 = 128;
 
+/// Parts of 16 columns of the output's rows, of which there may be one for each slot. csrc/moe/layer_parts.cuh divides their numbers exactly
+/// below this one.
+const ROUTED_PARTS: i64 = 1 << 21;
+
 /// The layer with the routing inside, if there is room for its tables and tokens. us a layer, routing, GEMM1, GEMM2 and combine in
 /// separate launches, and in one launch, by M:
 ///   qwen3 (E128 k8 I768, 4.7 M weights an expert)  1: 30.4, 26.4   2: 46.4, 42.9   4: 77.9, 71.3   8: 126.9, 121.2
@@ -174,7 +178,8 @@ fn routed_layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) 
     let fits = routes_inside(call, up, ROUTED_EXPERTS, false)
         && call.tokens <= i64::from(ROUTED_TILE.tokens)
         && expert_weights(up, down) < LARGE_EXPERT
-        && down.k <= i64::from(INNER_COLUMNS);
+        && down.k <= i64::from(INNER_COLUMNS)
+        && up.slots * ((up.k + 15) / 16) < ROUTED_PARTS;
     fits.then(|| one_launch(ROUTED_TILE.with_element(up.element).gated(up.gated), up, down, device))
 }
 
@@ -222,6 +227,7 @@ fn variants(element: Element, gated: bool) -> Vec<Variant> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{program, CallDesc, Source, Task};
     use super::*;
     use crate::device::Arch;
     use crate::quant::Format;
@@ -240,6 +246,25 @@ mod tests {
         }
         chosen.dedup();
         assert_eq!(chosen, TILES.map(|t| t.gated(true)));
+    }
+
+    #[test]
+    fn one_launch_has_no_more_parts_than_it_can_divide() {
+        let device = Device::typical(Arch::SM90);
+        let one = |hidden, top_k| {
+            let layer = LayerDesc {
+                experts: 8,
+                hidden,
+                intermediate: 8,
+                gated: true,
+                dtype: Dtype::Bf16,
+                format: Format::Bf16,
+            };
+            let call = Routed { tokens: 8, top_k, logits: None, routes_inside: true };
+            let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(&device)).unwrap();
+            program.launches_of(Task::RoutedLayer).count()
+        };
+        assert_eq!([one((1 << 19) - 16, 8), one(1 << 19, 8), one(1 << 19, 7)], [1, 0, 1]);
     }
 
     #[test]

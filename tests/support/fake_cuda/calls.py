@@ -65,9 +65,10 @@ class Layer:
         self.tensors["topk_ids"] = self.tensor((tokens, top_k), routing)
         return oxmoe.moe(x, self.weights, self.tensors["topk_weights"], self.tensors["topk_ids"], **options)
 
-    def explain(self, tokens, arch=None):
+    def explain(self, tokens, routing, arch=None):
         name = "bf16" if self.dtype == "bfloat16" else "f16"
-        return oxmoe.explain(*self.shape, tokens, format=name, gated=self.gated, arch=arch)
+        source = "logits" if routing == "logits" else "ids"
+        return oxmoe.explain(*self.shape, tokens, format=name, gated=self.gated, arch=arch, routing=source)
 
     def addresses(self):
         return {name: tensor.address for name, tensor in self.tensors.items()}
@@ -92,8 +93,8 @@ def sequences(layers, arch, routings=("logits", "int32", "int64")):
                         "routing": routing,
                         "returned_out": returned,
                         "stats": oxmoe.stats(),
-                        "explain": made.explain(tokens),
-                        "explain_by_arch": made.explain(tokens, arch),
+                        "explain": made.explain(tokens, routing),
+                        "explain_by_arch": made.explain(tokens, routing, arch),
                         "addresses": made.addresses(),
                         "load": load,
                         "records": records(),
@@ -231,7 +232,7 @@ def packed_calls(top_k, tokens, **layer):
         logits = Tensor((count, shape[0]), "float32")
         oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace)
         asked = records()
-        options = {"format": weights.format, "gated": layer.get("gated", True)}
+        options = {"format": weights.format, "gated": layer.get("gated", True), "routing": "logits"}
         plan = None if shape[1] % 32 else oxmoe.explain(shape[0], top_k, *shape[1:], count, **options)
         room = [workspace.address, workspace.shape[0]]
         calls.append(
@@ -292,7 +293,8 @@ def nvfp4_calls(top_k, tokens, experts, hidden, intermediate, mode, gated=True, 
         workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
         logits = Tensor((count, experts), "float32")
         oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, x_scale=scale, out=out, workspace=workspace)
-        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, format=weights.format, gated=gated)
+        options = {"format": weights.format, "gated": gated, "routing": "logits"}
+        plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, **options)
         given = {"x": x.address, "out": out.address, "workspace": workspace.address}
         given["scale"] = 0 if scale is None else scale.address
         calls.append({"tokens": count, "explain": plan, "records": records(), **given})

@@ -41,7 +41,7 @@ def layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router)
         workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
         logits = Tensor((count, experts), "float32")
         oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
-        options = {"format": weights.format, "gated": weights.gated}
+        options = {"format": weights.format, "gated": weights.gated, "routing": "logits"}
         plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, **options)
         given = {"x": x.address, "out": out.address, "workspace": workspace.address}
         calls.append({"tokens": count, "explain": plan, "records": records(), **given})
