@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
-from oxmoe.operands import check_no_grad, check_quantizer, check_tensor, named_arguments
+from oxmoe.operands import check_no_grad, check_quantizer, check_tensor, name_argument, named_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,6 @@ def _layout_name(sf_swizzle_layout: Any, is_sf_swizzled_layout: bool) -> str:
     return _LAYOUT_NAMES[value]
 
 
-@named_arguments
 def mxfp8_quantize(
     input: Tensor,
     is_sf_swizzled_layout: bool = True,
@@ -66,8 +65,12 @@ def mxfp8_quantize(
     nothing either, since the bits of a row depend on that row alone; like flashinfer's it needs backend "auto".
     numpy has no float8: there codes are uint8.
     """
-    check_quantizer(backend, batch_invariant)
-    return quantize_mxfp8(input, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout), alignment=alignment)
+    try:
+        check_quantizer(backend, batch_invariant)
+        return quantize_mxfp8(input, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout), alignment=alignment)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, mxfp8_quantize, locals())
+        raise
 
 
 @named_arguments
@@ -84,7 +87,6 @@ def mxfp8_dequantize_host(
     return dequantize_mxfp8(input, scale_tensor, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout))
 
 
-@named_arguments
 def mm_mxfp8(
     a: Tensor,
     b: Tensor,
@@ -110,22 +112,25 @@ def mm_mxfp8(
     is refused: beyond 32 rows the order of a sum depends on their number. Raises ValueError if shapes, dtypes or
     strides are wrong, and NotImplementedError on GPUs other than sm_90.
     """
-    if backend not in _GEMMS:
-        message = f"mm_mxfp8: backend {backend!r}; supported: {', '.join(_GEMMS)}"
-        if backend != "trtllm":
-            raise ValueError(message)
-        raise NotImplementedError(f"{message} (trtllm takes rows of b shuffled for its own kernels)")
-    if batch_invariant:
-        raise NotImplementedError(
-            "mm_mxfp8: no kernel for batch_invariant; beyond 32 rows the order of a sum depends on their number"
-        )
-    name = "bfloat16" if out_dtype is None else str(out_dtype).rpartition(".")[2]
-    if name not in ("bfloat16", "float16"):
-        raise ValueError(f"out_dtype: expected bfloat16 or float16, got {name}")
-    return matmul_mxfp8(a, b, a_descale, b_descale, out=out, out_dtype=name, use_8x4_sf_layout=use_8x4_sf_layout)
+    try:
+        if backend not in _GEMMS:
+            message = f"mm_mxfp8: backend {backend!r}; supported: {', '.join(_GEMMS)}"
+            if backend != "trtllm":
+                raise ValueError(message)
+            raise NotImplementedError(f"{message} (trtllm takes rows of b shuffled for its own kernels)")
+        if batch_invariant:
+            raise NotImplementedError(
+                "mm_mxfp8: no kernel for batch_invariant; beyond 32 rows the order of a sum depends on their number"
+            )
+        name = "bfloat16" if out_dtype is None else str(out_dtype).rpartition(".")[2]
+        if name not in ("bfloat16", "float16"):
+            raise ValueError(f"out_dtype: expected bfloat16 or float16, got {name}")
+        return matmul_mxfp8(a, b, a_descale, b_descale, out=out, out_dtype=name, use_8x4_sf_layout=use_8x4_sf_layout)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, mm_mxfp8, locals())
+        raise
 
 
-@named_arguments
 def mxfp8_linear(
     input: Tensor,
     weight: Tensor,
@@ -142,43 +147,49 @@ def mxfp8_linear(
     float32; default: input's, bfloat16 for codes), then bias [n] is added in it. Raises ValueError where k differs or
     is no multiple of 32, TypeError where weight is not float8_e4m3fn.
     """
-    check_tensor("input", input)
-    check_tensor("weight", weight)
-    if weight.ndim != 2:
-        raise ValueError(f"weight: expected 2 dimensions [n, k], got shape {tuple(weight.shape)}")
-    check_tensor("weight_scale", weight_scale)
-    if input_scale is not None:
-        check_tensor("input_scale", input_scale)
-    if input.ndim == 0:
-        raise ValueError("input: expected [..., k], got shape ()")
-    if bias is not None:
-        check_tensor("bias", bias, "n")
-        if bias.shape[0] != weight.shape[0]:
-            raise ValueError(f'bias: dimension 0 "n": expected {weight.shape[0]} (from weight), got {bias.shape[0]}')
-        if (name := str(bias.dtype).rpartition(".")[2]) not in ("bfloat16", "float16", "float32"):
-            raise ValueError(f"bias: expected dtype bfloat16, float16 or float32, got {name}")
-        if bias.device != input.device:
-            raise ValueError(f"bias: expected device {input.device} (from input), got {bias.device}")
-        check_no_grad("bias", bias)
-    (n, k), rows = weight.shape, input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
-    if rows.shape[1] != k:
-        raise ValueError(f'input: dimension {input.ndim - 1} "k": expected {k} (from weight), got {rows.shape[1]}')
-    if k % _GROUP:
-        raise ValueError(f'weight: dimension 1 "k": expected a multiple of {_GROUP}, got {k}')
-    if not str(weight.dtype).endswith("float8_e4m3fn"):
-        raise TypeError(f"weight: expected dtype float8_e4m3fn, got {weight.dtype}")
-    if weight_scale.ndim == 2 and tuple(weight_scale.shape) != (n, k // _GROUP):
-        raise ValueError(
-            f"weight_scale: expected shape {(n, k // _GROUP)}, or flat in the 128x4 order, "
-            f"got {tuple(weight_scale.shape)}"
-        )
-    name = str(rows.dtype if output_dtype is None else output_dtype).rpartition(".")[2]
-    if output_dtype is None and name == "float8_e4m3fn":
-        name = "bfloat16"
-    if input_scale is None:
-        rows, input_scale = quantize_mxfp8(rows.contiguous())
-    scale = weight_scale.t() if weight_scale.ndim == 2 else weight_scale
-    output = matmul_mxfp8(rows.contiguous(), weight.contiguous().t(), input_scale, scale, out_dtype=name)
-    if bias is not None:
-        output += bias
-    return output.reshape(*input.shape[:-1], n)
+    try:
+        check_tensor("input", input)
+        check_tensor("weight", weight)
+        if weight.ndim != 2:
+            raise ValueError(f"weight: expected 2 dimensions [n, k], got shape {tuple(weight.shape)}")
+        check_tensor("weight_scale", weight_scale)
+        if input_scale is not None:
+            check_tensor("input_scale", input_scale)
+        if input.ndim == 0:
+            raise ValueError("input: expected [..., k], got shape ()")
+        if bias is not None:
+            check_tensor("bias", bias, "n")
+            if bias.shape[0] != weight.shape[0]:
+                raise ValueError(
+                    f'bias: dimension 0 "n": expected {weight.shape[0]} (from weight), got {bias.shape[0]}'
+                )
+            if (name := str(bias.dtype).rpartition(".")[2]) not in ("bfloat16", "float16", "float32"):
+                raise ValueError(f"bias: expected dtype bfloat16, float16 or float32, got {name}")
+            if bias.device != input.device:
+                raise ValueError(f"bias: expected device {input.device} (from input), got {bias.device}")
+            check_no_grad("bias", bias)
+        (n, k), rows = weight.shape, input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
+        if rows.shape[1] != k:
+            raise ValueError(f'input: dimension {input.ndim - 1} "k": expected {k} (from weight), got {rows.shape[1]}')
+        if k % _GROUP:
+            raise ValueError(f'weight: dimension 1 "k": expected a multiple of {_GROUP}, got {k}')
+        if not str(weight.dtype).endswith("float8_e4m3fn"):
+            raise TypeError(f"weight: expected dtype float8_e4m3fn, got {weight.dtype}")
+        if weight_scale.ndim == 2 and tuple(weight_scale.shape) != (n, k // _GROUP):
+            raise ValueError(
+                f"weight_scale: expected shape {(n, k // _GROUP)}, or flat in the 128x4 order, "
+                f"got {tuple(weight_scale.shape)}"
+            )
+        name = str(rows.dtype if output_dtype is None else output_dtype).rpartition(".")[2]
+        if output_dtype is None and name == "float8_e4m3fn":
+            name = "bfloat16"
+        if input_scale is None:
+            rows, input_scale = quantize_mxfp8(rows.contiguous())
+        scale = weight_scale.t() if weight_scale.ndim == 2 else weight_scale
+        output = matmul_mxfp8(rows.contiguous(), weight.contiguous().t(), input_scale, scale, out_dtype=name)
+        if bias is not None:
+            output += bias
+        return output.reshape(*input.shape[:-1], n)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, mxfp8_linear, locals())
+        raise

@@ -67,10 +67,21 @@ def check_counts(counts: dict[str, int]) -> None:
             raise ValueError(f"{name}: expected 1 or more, got {count}")
 
 
-def named_arguments(function: _Call) -> _Call:
-    """Decorates a call with many arguments: a TypeError or AttributeError of an argument of a wrong type names it.
+def name_argument(error: Exception, function: Callable[..., Any], values: dict[str, Any]) -> None:
+    """Raises a TypeError that names the first of a function's arguments whose type is not that of its annotation.
 
-    Types are looked at after such an error alone, by the function's annotations, so right calls pay nothing for it.
+    A function calls this with its `locals()` in a handler of a TypeError or an AttributeError, and raises that error
+    again if this returns. So right calls pay nothing for it.
+    """
+    wrong = _wrong_argument(function, values)
+    if wrong is not None:
+        raise TypeError(wrong) from error
+
+
+def named_arguments(function: _Call) -> _Call:
+    """Decorates a call at load, which then raises what `name_argument` says.
+
+    A call of every step has the handler in its body: a decorator would cost it time.
     """
 
     @functools.wraps(function)
@@ -78,10 +89,12 @@ def named_arguments(function: _Call) -> _Call:
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError) as error:
-            wrong = _wrong_argument(function, args, kwargs)
-            if wrong is None:
-                raise
-            raise TypeError(wrong) from error
+            try:
+                given = inspect.signature(function).bind(*args, **kwargs).arguments
+            except TypeError:
+                given = {}  # An argument is missing or unknown, and Python's own words name it.
+            name_argument(error, function, given)
+            raise
 
     return call  # type: ignore[return-value]
 
@@ -130,12 +143,9 @@ def check_outputs(device: Any, **outputs: Any) -> None:
         ends[name] = (start, end)
 
 
-def _wrong_argument(function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> str | None:
+def _wrong_argument(function: Callable[..., Any], values: dict[str, Any]) -> str | None:
     """Returns what is wrong with the first argument whose type is not that of its annotation. None if there is none."""
-    try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
-    except TypeError:
-        return None  # An argument is missing or unknown, and Python's own words name it.
+    given = {name: values[name] for name in inspect.signature(function).parameters if name in values}
     # Some operands may be arrays of other projects. An array is only to blame if nothing else is.
     for of_tensor in (_TYPES["Tensor"], lambda value: hasattr(value, "untyped_storage")):
         may_be = {**_TYPES, "Tensor": of_tensor}

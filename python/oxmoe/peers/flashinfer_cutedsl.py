@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from oxmoe._oxmoe import ExpertWeights, workspace_bytes
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, situ_options
 from oxmoe.peers.kept import Cache
@@ -448,7 +448,6 @@ def _times(name: str, alpha: Tensor, scales: Tensor) -> Tensor:
     return moved.where(scales != 255, 255).to(torch.uint8)
 
 
-@named_arguments
 def cute_dsl_fused_moe(
     x: Tensor,
     x_sf: Tensor | None,
@@ -498,35 +497,39 @@ def cute_dsl_fused_moe(
     place. moe_output: [T, H] of output_dtype. aux_stream, enable_pdl, use_fused_finalize and autotune_use_cuda_graph
     have no meaning; localized_* (parts of a GPU of two dies) are refused.
     """
-    localized = {"localized_weights": localized_weights, "localized_streams": localized_streams}
-    localized |= {"localized_sm_count": localized_sm_count, "localized_memset_stream": localized_memset_stream}
-    localized |= {"localized_allow_nonlocalized": localized_allow_nonlocalized or None}
-    if given := ", ".join(name for name, value in localized.items() if value is not None):
-        raise NotImplementedError(f"cute_dsl_fused_moe: no kernel for {given}")
-    check_tensor("w2_weight", w2_weight, "experts", "hidden", "K")
-    layer = CuteDslMoEWrapper(
-        num_experts,
-        top_k,
-        w2_weight.shape[1],
-        w2_weight.shape[2] * (1 if _mode(quant_mode) == "mxfp8" else 2),
-        num_local_experts=num_local_experts,
-        local_expert_offset=local_expert_offset,
-        output_dtype=output_dtype,
-        activation_type=activation_type,
-        swiglu_alpha=swiglu_alpha,
-        swiglu_beta=swiglu_beta,
-        swiglu_limit=swiglu_limit,
-        situ_beta=situ_beta,
-        situ_linear_beta=situ_linear_beta,
-        quant_mode=quant_mode,
-        clamped_relu2_limit=clamped_relu2_limit,
-        swap_ab=swap_ab,
-    )
-    layer._cache = cache
-    return layer._run(
-        x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, fc2_input_scale,
-        w2_weight, w2_weight_sf, w2_alpha, tactic, per_token_scale, nvfp4_4over6, weights, moe_output,
-    )  # fmt: skip
+    try:
+        localized = {"localized_weights": localized_weights, "localized_streams": localized_streams}
+        localized |= {"localized_sm_count": localized_sm_count, "localized_memset_stream": localized_memset_stream}
+        localized |= {"localized_allow_nonlocalized": localized_allow_nonlocalized or None}
+        if given := ", ".join(name for name, value in localized.items() if value is not None):
+            raise NotImplementedError(f"cute_dsl_fused_moe: no kernel for {given}")
+        check_tensor("w2_weight", w2_weight, "experts", "hidden", "K")
+        layer = CuteDslMoEWrapper(
+            num_experts,
+            top_k,
+            w2_weight.shape[1],
+            w2_weight.shape[2] * (1 if _mode(quant_mode) == "mxfp8" else 2),
+            num_local_experts=num_local_experts,
+            local_expert_offset=local_expert_offset,
+            output_dtype=output_dtype,
+            activation_type=activation_type,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+            swiglu_limit=swiglu_limit,
+            situ_beta=situ_beta,
+            situ_linear_beta=situ_linear_beta,
+            quant_mode=quant_mode,
+            clamped_relu2_limit=clamped_relu2_limit,
+            swap_ab=swap_ab,
+        )
+        layer._cache = cache
+        return layer._run(
+            x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, fc2_input_scale,
+            w2_weight, w2_weight_sf, w2_alpha, tactic, per_token_scale, nvfp4_4over6, weights, moe_output,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, cute_dsl_fused_moe, locals())
+        raise
 
 
 # flashinfer's old name of the same call.

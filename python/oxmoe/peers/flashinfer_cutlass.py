@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_counts, check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_counts, check_tensor, checked_arguments, name_argument, named_arguments
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
@@ -119,7 +119,6 @@ def prepare_cutlass_fused_moe(
     return result
 
 
-@named_arguments
 def cutlass_fused_moe(
     input: Tensor,
     token_selected_experts: Tensor,
@@ -183,75 +182,84 @@ def cutlass_fused_moe(
     The call is deterministic whatever use_fused_finalize says. tune_max_num_tokens, enable_pdl and profile_ids have
     no meaning.
     """
-    unserved = {
-        "cluster_size": cluster_size != 1,
-        "enable_alltoall": enable_alltoall,
-        "min_latency_mode": min_latency_mode,
-        "use_wfp4afp8_humming": use_wfp4afp8_humming,
-        "clamped_relu2_limit": clamped_relu2_limit is not None,
-        "nvfp4_4over6": nvfp4_4over6 is not None,
-        f"backend={backend!r}": backend != "cutlass",
-    }
-    if any(unserved.values()):
-        given = ", ".join(name for name, used in unserved.items() if used)
-        raise NotImplementedError(f"cutlass_fused_moe: no kernel for {given}; served are {SERVED}")
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"tp_rank: expected 0 <= tp_rank < tp_size, got tp_rank {tp_rank}, tp_size {tp_size}")
-    check_tensor("input", input)
-    if input.ndim != 2:
-        raise ValueError(f"input: expected [T, H], got shape {tuple(input.shape)}")
-    _check_scales(quant_scales)
-    if input.shape[0] == 0:
-        columns = input.shape[1] * (2 if name_of(input.dtype) == "uint8" else 1)
-        return [input.new_empty((0, columns), dtype=output_dtype) if output is None else output]
-    if weights is None:
-        for name, matrix in (("fc1_expert_weights", fc1_expert_weights), ("fc2_expert_weights", fc2_expert_weights)):
-            if matrix is not None:
-                check_tensor(name, matrix)
-        unscaled = fc1_expert_weights is not None and name_of(fc1_expert_weights.dtype) in _OF_DTYPES
-        if fc1_expert_weights is None or fc2_expert_weights is None or (quant_scales is None and not unscaled):
-            raise ValueError("fc1_expert_weights, fc2_expert_weights and quant_scales: needed where weights is None")
-        format = formats.format_of(
-            fc1_expert_weights,
-            quant_scales,
-            use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
-            use_w4_group_scaling=use_w4_group_scaling,
-            use_mxfp8_act_scaling=use_mxfp8_act_scaling,
-            use_packed_weights=use_packed_weights,
-        )
-    elif isinstance(weights, InputScaledExperts):
-        format = "int4"
-    elif isinstance(weights, ExpertWeights):
-        format = weights.format.partition("-")[0]
-    else:
-        raise ValueError(
-            f"weights: expected what prepare_cutlass_fused_moe returns, or None, got {type(weights).__name__}"
-        )
-    activation = activation_of(activation_type)
-    _check_aligned("input", input)
-    x, x_scale = formats.quantised_input(format, input, input_sf, quant_scales, swizzled=swizzled_input_sf)
-    made = name_of(input.dtype) if x_scale is None else "bfloat16"
-    if name_of(output_dtype) != made:
-        raise NotImplementedError(
-            f"output_dtype: no kernel for {name_of(output_dtype)} of {name_of(input.dtype)} input; expected {made}"
-        )
-    workspace = None if workspace_buffer is None else workspace_of(workspace_buffer, input)
-    options = {"ep_size": ep_size, "ep_rank": ep_rank, "x_scale": x_scale, "out": output, "workspace": workspace}
-    of_tokens = token_final_scales, token_selected_experts
-    if weights is None:
-        assert fc1_expert_weights is not None and fc2_expert_weights is not None
-        others = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit)
-        others += (situ_beta, situ_linear_beta)
-        blocks = fc1_expert_weights, fc2_expert_weights, list(quant_scales or ())
-        if format in AS_THEY_LIE:
-            of_weights = Activations(activation, *others).options(tp_rank, once=False)
-            described = formats.described(format, *blocks, of_weights)
-            fc1, fc2 = described.pop("w13"), described.pop("w2")
-            return [with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
-        weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
-    if isinstance(weights, InputScaledExperts):
-        x, weights = weights.scaled(x), weights.weights
-    return [with_workspace(moe, x, weights, *of_tokens, **options)]
+    try:
+        unserved = {
+            "cluster_size": cluster_size != 1,
+            "enable_alltoall": enable_alltoall,
+            "min_latency_mode": min_latency_mode,
+            "use_wfp4afp8_humming": use_wfp4afp8_humming,
+            "clamped_relu2_limit": clamped_relu2_limit is not None,
+            "nvfp4_4over6": nvfp4_4over6 is not None,
+            f"backend={backend!r}": backend != "cutlass",
+        }
+        if any(unserved.values()):
+            given = ", ".join(name for name, used in unserved.items() if used)
+            raise NotImplementedError(f"cutlass_fused_moe: no kernel for {given}; served are {SERVED}")
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"tp_rank: expected 0 <= tp_rank < tp_size, got tp_rank {tp_rank}, tp_size {tp_size}")
+        check_tensor("input", input)
+        if input.ndim != 2:
+            raise ValueError(f"input: expected [T, H], got shape {tuple(input.shape)}")
+        _check_scales(quant_scales)
+        if input.shape[0] == 0:
+            columns = input.shape[1] * (2 if name_of(input.dtype) == "uint8" else 1)
+            return [input.new_empty((0, columns), dtype=output_dtype) if output is None else output]
+        if weights is None:
+            for name, matrix in (
+                ("fc1_expert_weights", fc1_expert_weights),
+                ("fc2_expert_weights", fc2_expert_weights),
+            ):
+                if matrix is not None:
+                    check_tensor(name, matrix)
+            unscaled = fc1_expert_weights is not None and name_of(fc1_expert_weights.dtype) in _OF_DTYPES
+            if fc1_expert_weights is None or fc2_expert_weights is None or (quant_scales is None and not unscaled):
+                raise ValueError(
+                    "fc1_expert_weights, fc2_expert_weights and quant_scales: needed where weights is None"
+                )
+            format = formats.format_of(
+                fc1_expert_weights,
+                quant_scales,
+                use_deepseek_fp8_block_scale=use_deepseek_fp8_block_scale,
+                use_w4_group_scaling=use_w4_group_scaling,
+                use_mxfp8_act_scaling=use_mxfp8_act_scaling,
+                use_packed_weights=use_packed_weights,
+            )
+        elif isinstance(weights, InputScaledExperts):
+            format = "int4"
+        elif isinstance(weights, ExpertWeights):
+            format = weights.format.partition("-")[0]
+        else:
+            raise ValueError(
+                f"weights: expected what prepare_cutlass_fused_moe returns, or None, got {type(weights).__name__}"
+            )
+        activation = activation_of(activation_type)
+        _check_aligned("input", input)
+        x, x_scale = formats.quantised_input(format, input, input_sf, quant_scales, swizzled=swizzled_input_sf)
+        made = name_of(input.dtype) if x_scale is None else "bfloat16"
+        if name_of(output_dtype) != made:
+            raise NotImplementedError(
+                f"output_dtype: no kernel for {name_of(output_dtype)} of {name_of(input.dtype)} input; expected {made}"
+            )
+        workspace = None if workspace_buffer is None else workspace_of(workspace_buffer, input)
+        options = {"ep_size": ep_size, "ep_rank": ep_rank, "x_scale": x_scale, "out": output, "workspace": workspace}
+        of_tokens = token_final_scales, token_selected_experts
+        if weights is None:
+            assert fc1_expert_weights is not None and fc2_expert_weights is not None
+            others = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit)
+            others += (situ_beta, situ_linear_beta)
+            blocks = fc1_expert_weights, fc2_expert_weights, list(quant_scales or ())
+            if format in AS_THEY_LIE:
+                of_weights = Activations(activation, *others).options(tp_rank, once=False)
+                described = formats.described(format, *blocks, of_weights)
+                fc1, fc2 = described.pop("w13"), described.pop("w2")
+                return [with_workspace(_oxmoe.moe_tensors, x, fc1, fc2, *of_tokens, **described, **options)]
+            weights = _kept(input, format, blocks, others, tp_rank, activation, output_dtype)
+        if isinstance(weights, InputScaledExperts):
+            x, weights = weights.scaled(x), weights.weights
+        return [with_workspace(moe, x, weights, *of_tokens, **options)]
+    except (TypeError, AttributeError) as error:
+        name_argument(error, cutlass_fused_moe, locals())
+        raise
 
 
 def _check_scales(quant_scales: Any) -> None:
@@ -374,7 +382,6 @@ def cutlass_fused_moe_workspace_size(
     )
 
 
-@named_arguments
 def fused_experts_flashinfer_mxfp4(
     hidden_states: Tensor,
     topk_output: Any,
@@ -392,37 +399,41 @@ def fused_experts_flashinfer_mxfp4(
     hidden_states itself where T is 0, and else this rank's part of the sum. weights: as in `cutlass_fused_moe`, which
     see; then quant_info gives nothing.
     """
-    check_tensor("hidden_states", hidden_states, "T", "H")
-    if hidden_states.shape[0] == 0:
-        return hidden_states
-    names = ("moe_tp_size", "moe_tp_rank", "moe_ep_size", "moe_ep_rank")
-    tp_size, tp_rank, ep_size, ep_rank = (
-        getattr(runner_config, name, 1 if name.endswith("size") else 0) for name in names
-    )
-    if not 0 <= tp_rank < tp_size:
-        raise ValueError(f"runner_config: expected 0 <= moe_tp_rank < moe_tp_size, got {tp_rank} and {tp_size}")
-    if weights is None:
-        if not hasattr(quant_info, "w13_weight"):
-            raise ValueError(
-                f"quant_info: expected SGLang's FlashInferCutlassMxfp4MoeQuantInfo, got {type(quant_info).__name__}"
-            )
-        others = ("mxfp4_weight_global_scale", "w13_humming_residual_scale", "w2_humming_residual_scale")
-        unserved = [name for name in others if getattr(quant_info, name, None) is not None]
-        if unserved:
-            raise NotImplementedError(
-                f"quant_info: no kernel for {', '.join(unserved)}; served are MXFP4 weights with 16-bit input"
-            )
-        info, step = quant_info, getattr(quant_info, "use_swiglu_step", False)
-        kept = _kept(
-            hidden_states,
-            "mxfp4",
-            (info.w13_weight, info.w2_weight, (info.w13_weight_scale, info.w2_weight_scale)),
-            (info.w13_bias, info.w2_bias, info.swiglu_alpha, info.swiglu_beta, info.swiglu_limit),
-            tp_rank,
-            "SwigluStep" if step else "Swiglu",
-            hidden_states.dtype,
+    try:
+        check_tensor("hidden_states", hidden_states, "T", "H")
+        if hidden_states.shape[0] == 0:
+            return hidden_states
+        names = ("moe_tp_size", "moe_tp_rank", "moe_ep_size", "moe_ep_rank")
+        tp_size, tp_rank, ep_size, ep_rank = (
+            getattr(runner_config, name, 1 if name.endswith("size") else 0) for name in names
         )
-        assert isinstance(kept, ExpertWeights)
-        weights = kept
-    arguments = routing_arguments(topk_output)
-    return moe(hidden_states, weights, **arguments, ep_size=ep_size, ep_rank=ep_rank, out=output)
+        if not 0 <= tp_rank < tp_size:
+            raise ValueError(f"runner_config: expected 0 <= moe_tp_rank < moe_tp_size, got {tp_rank} and {tp_size}")
+        if weights is None:
+            if not hasattr(quant_info, "w13_weight"):
+                raise ValueError(
+                    f"quant_info: expected SGLang's FlashInferCutlassMxfp4MoeQuantInfo, got {type(quant_info).__name__}"
+                )
+            others = ("mxfp4_weight_global_scale", "w13_humming_residual_scale", "w2_humming_residual_scale")
+            unserved = [name for name in others if getattr(quant_info, name, None) is not None]
+            if unserved:
+                raise NotImplementedError(
+                    f"quant_info: no kernel for {', '.join(unserved)}; served are MXFP4 weights with 16-bit input"
+                )
+            info, step = quant_info, getattr(quant_info, "use_swiglu_step", False)
+            kept = _kept(
+                hidden_states,
+                "mxfp4",
+                (info.w13_weight, info.w2_weight, (info.w13_weight_scale, info.w2_weight_scale)),
+                (info.w13_bias, info.w2_bias, info.swiglu_alpha, info.swiglu_beta, info.swiglu_limit),
+                tp_rank,
+                "SwigluStep" if step else "Swiglu",
+                hidden_states.dtype,
+            )
+            assert isinstance(kept, ExpertWeights)
+            weights = kept
+        arguments = routing_arguments(topk_output)
+        return moe(hidden_states, weights, **arguments, ep_size=ep_size, ep_rank=ep_rank, out=output)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, fused_experts_flashinfer_mxfp4, locals())
+        raise

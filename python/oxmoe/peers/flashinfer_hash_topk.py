@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from oxmoe.operands import check_no_grad, check_tensor, named_arguments
+from oxmoe.operands import check_no_grad, check_tensor, name_argument
 from oxmoe.peers.flashinfer_trtllm_routing import check_dtype
 from oxmoe.tracing import tracing
 
@@ -19,7 +19,6 @@ _LEAST = 2.0**-126  # its reciprocal is an fp32 number
 _MOST = 32  # experts of a token, a shared one included: the lanes of flashinfer's warp
 
 
-@named_arguments
 def hash_topk(
     router_logits: Tensor,
     input_ids: Tensor,
@@ -41,43 +40,51 @@ def hash_topk(
         that routed_scaling_factor is for.
     launch_with_pdl has no meaning.
     """
-    import torch
+    try:
+        import torch
 
-    check_tensor("router_logits", router_logits, "T", "E")
-    check_tensor("input_ids", input_ids, "T")
-    check_tensor("tid2eid", tid2eid, "vocab", "k")
-    check_no_grad("router_logits", router_logits)
-    operands = {"router_logits": router_logits, "input_ids": input_ids, "tid2eid": tid2eid}
-    for (name, tensor), dtype in zip(operands.items(), ("float32", "int64", "int32"), strict=True):
-        check_dtype(name, tensor, dtype)
-        if tensor.device != router_logits.device:
-            raise ValueError(f"{name}: expected device {router_logits.device} (router_logits'), got {tensor.device}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
-    (tokens, experts), (vocab, top_k) = router_logits.shape, tid2eid.shape
-    if input_ids.shape[0] != tokens:
-        raise ValueError(f"input_ids: expected {tokens} token ids (rows of router_logits), got {input_ids.shape[0]}")
-    if experts < 1:
-        raise ValueError("router_logits: dimension 1 (experts): expected 1 or more, got 0")
-    if num_fused_shared_experts not in (0, 1):
-        raise ValueError(f"num_fused_shared_experts: expected 0 or 1, got {num_fused_shared_experts!r}")
-    shared = int(num_fused_shared_experts)
-    if not 1 <= top_k <= _MOST - shared:
-        raise ValueError(f"tid2eid: dimension 1 (top-k): expected 1 to {_MOST - shared}, got {top_k}")
-    if shared and not (math.isfinite(routed_scaling_factor) and routed_scaling_factor > _LEAST):
-        raise ValueError(f"routed_scaling_factor: expected a positive number, got {routed_scaling_factor}")
-    looks = router_logits.device.type == "cpu" and not tracing()
-    if looks:
-        _check_range("input_ids", input_ids, vocab, "rows of tid2eid")
-    ids = tid2eid[input_ids]
-    if looks:
-        _check_range("tid2eid", ids, experts, "experts")
-    scores = torch.nn.functional.softplus(router_logits.gather(1, ids.long())).sqrt()
-    weights = scores / scores.sum(1, keepdim=True)
-    if shared:
-        ids = torch.nn.functional.pad(ids, (0, 1), value=experts)
-        weights = torch.nn.functional.pad(weights, (0, 1), value=1 / routed_scaling_factor)
-    return weights, ids
+        check_tensor("router_logits", router_logits, "T", "E")
+        check_tensor("input_ids", input_ids, "T")
+        check_tensor("tid2eid", tid2eid, "vocab", "k")
+        check_no_grad("router_logits", router_logits)
+        operands = {"router_logits": router_logits, "input_ids": input_ids, "tid2eid": tid2eid}
+        for (name, tensor), dtype in zip(operands.items(), ("float32", "int64", "int32"), strict=True):
+            check_dtype(name, tensor, dtype)
+            if tensor.device != router_logits.device:
+                raise ValueError(
+                    f"{name}: expected device {router_logits.device} (router_logits'), got {tensor.device}"
+                )
+            if not tensor.is_contiguous():
+                raise ValueError(f"{name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}")
+        (tokens, experts), (vocab, top_k) = router_logits.shape, tid2eid.shape
+        if input_ids.shape[0] != tokens:
+            raise ValueError(
+                f"input_ids: expected {tokens} token ids (rows of router_logits), got {input_ids.shape[0]}"
+            )
+        if experts < 1:
+            raise ValueError("router_logits: dimension 1 (experts): expected 1 or more, got 0")
+        if num_fused_shared_experts not in (0, 1):
+            raise ValueError(f"num_fused_shared_experts: expected 0 or 1, got {num_fused_shared_experts!r}")
+        shared = int(num_fused_shared_experts)
+        if not 1 <= top_k <= _MOST - shared:
+            raise ValueError(f"tid2eid: dimension 1 (top-k): expected 1 to {_MOST - shared}, got {top_k}")
+        if shared and not (math.isfinite(routed_scaling_factor) and routed_scaling_factor > _LEAST):
+            raise ValueError(f"routed_scaling_factor: expected a positive number, got {routed_scaling_factor}")
+        looks = router_logits.device.type == "cpu" and not tracing()
+        if looks:
+            _check_range("input_ids", input_ids, vocab, "rows of tid2eid")
+        ids = tid2eid[input_ids]
+        if looks:
+            _check_range("tid2eid", ids, experts, "experts")
+        scores = torch.nn.functional.softplus(router_logits.gather(1, ids.long())).sqrt()
+        weights = scores / scores.sum(1, keepdim=True)
+        if shared:
+            ids = torch.nn.functional.pad(ids, (0, 1), value=experts)
+            weights = torch.nn.functional.pad(weights, (0, 1), value=1 / routed_scaling_factor)
+        return weights, ids
+    except (TypeError, AttributeError) as error:
+        name_argument(error, hash_topk, locals())
+        raise
 
 
 def _check_range(name: str, ids: Tensor, size: int, what: str) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
@@ -45,7 +45,6 @@ def alloc_scratchpad(device: Any) -> Tensor:
     return torch.zeros(get_scratchpad_size_bytes(), dtype=torch.uint8, device=device)
 
 
-@named_arguments
 def mono_moe(
     activations_in: Tensor,
     router_logits: Tensor,
@@ -74,35 +73,38 @@ def mono_moe(
     scratchpad has no meaning here. interleave_up=False, which says that rows lie as flashinfer's kernel reads them,
     is a NotImplementedError. Pass the plain rows.
     """
-    if not interleave_up:
-        raise NotImplementedError(
-            "interleave_up: no kernel for rows that interleave_for_tma_wgmma_up has moved; pass the plain "
-            "expert_weights_up"
+    try:
+        if not interleave_up:
+            raise NotImplementedError(
+                "interleave_up: no kernel for rows that interleave_for_tma_wgmma_up has moved; pass the plain "
+                "expert_weights_up"
+            )
+        if scoring_func not in ("softmax", "sigmoid"):
+            raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
+        routing: dict[str, Any] = {"top_k": top_k, "scoring_func": scoring_func, "renormalize": renormalize}
+        if weights is not None:
+            return moe(activations_in, weights, router_logits=router_logits, out=out, **routing)
+        blocks = {
+            "expert_weights_up": expert_weights_up,
+            "expert_scales_up": expert_scales_up,
+            "expert_weights_down": expert_weights_down,
+            "expert_scales_down": expert_scales_down,
+        }
+        for name, tensor in blocks.items():
+            if tensor is None:
+                raise ValueError(f"{name}: needed where weights is None")
+            check_tensor(name, tensor)
+        assert expert_weights_up is not None and expert_weights_down is not None
+        gates, ids = topk(router_logits, **routing)
+        scales = {"w13_scale": expert_scales_up, "w2_scale": expert_scales_down}
+        return _oxmoe.moe_tensors(
+            activations_in, expert_weights_up, expert_weights_down, gates, ids, format="fp8_block", out=out, **scales
         )
-    if scoring_func not in ("softmax", "sigmoid"):
-        raise ValueError(f"scoring_func: expected 'softmax' or 'sigmoid', got {scoring_func!r}")
-    routing: dict[str, Any] = {"top_k": top_k, "scoring_func": scoring_func, "renormalize": renormalize}
-    if weights is not None:
-        return moe(activations_in, weights, router_logits=router_logits, out=out, **routing)
-    blocks = {
-        "expert_weights_up": expert_weights_up,
-        "expert_scales_up": expert_scales_up,
-        "expert_weights_down": expert_weights_down,
-        "expert_scales_down": expert_scales_down,
-    }
-    for name, tensor in blocks.items():
-        if tensor is None:
-            raise ValueError(f"{name}: needed where weights is None")
-        check_tensor(name, tensor)
-    assert expert_weights_up is not None and expert_weights_down is not None
-    gates, ids = topk(router_logits, **routing)
-    scales = {"w13_scale": expert_scales_up, "w2_scale": expert_scales_down}
-    return _oxmoe.moe_tensors(
-        activations_in, expert_weights_up, expert_weights_down, gates, ids, format="fp8_block", out=out, **scales
-    )
+    except (TypeError, AttributeError) as error:
+        name_argument(error, mono_moe, locals())
+        raise
 
 
-@named_arguments
 def cute_dsl_fused_moe_bf16(
     x: Tensor,
     token_selected_experts: Tensor,
@@ -139,34 +141,38 @@ def cute_dsl_fused_moe_bf16(
     meaning. situ_beta selects SiTU, with activation_type Swiglu as in flashinfer; situ_linear_beta bounds up, which is
     not bounded without it. Other activations than Swiglu, GegluTanh and Relu2 are a NotImplementedError.
     """
-    name = activation_of(activation_type)
-    if name not in _ACTIVATIONS:
-        raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
-    activation, gated = _ACTIVATIONS[name]
-    check_tensor("x", x)
-    check_tensor("w1_weight", w1_weight, "experts", "rows", "K")
-    check_tensor("w2_weight", w2_weight, "experts", "rows", "K")
-    check_tensor("token_selected_experts", token_selected_experts, "T", "top_k")
-    local = num_experts if num_local_experts is None else num_local_experts
-    check_part(num_experts, local_expert_offset, local, "num_local_experts")
-    if w1_weight.shape[0] != local:
-        raise ValueError(f'w1_weight: dimension 0 "experts": expected {local}, got {w1_weight.shape[0]}')
-    if token_selected_experts.shape[-1] != top_k:
-        raise ValueError(
-            f'token_selected_experts: dimension 1 "top_k": expected {top_k}, got {token_selected_experts.shape[-1]}'
-        )
-    options: dict[str, Any] = {"activation": activation, "gated": gated}
-    situ = situ_options(name, situ_beta, situ_linear_beta, (swiglu_alpha, swiglu_beta, swiglu_limit))
-    if situ:
-        options |= {"layout": "up_gate", **situ}
-    elif gated:
-        options |= {"layout": "up_gate", "alpha": swiglu_alpha, "beta": swiglu_beta}
-        if swiglu_limit < FP32_MAX:
-            options["limit"] = swiglu_limit
-    w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
-    ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
-    operands = (x, w13, w2_weight, token_final_scales, ids)
-    return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
+    try:
+        name = activation_of(activation_type)
+        if name not in _ACTIVATIONS:
+            raise NotImplementedError(f"activation_type: no kernel for {name!r}; served are {', '.join(_ACTIVATIONS)}")
+        activation, gated = _ACTIVATIONS[name]
+        check_tensor("x", x)
+        check_tensor("w1_weight", w1_weight, "experts", "rows", "K")
+        check_tensor("w2_weight", w2_weight, "experts", "rows", "K")
+        check_tensor("token_selected_experts", token_selected_experts, "T", "top_k")
+        local = num_experts if num_local_experts is None else num_local_experts
+        check_part(num_experts, local_expert_offset, local, "num_local_experts")
+        if w1_weight.shape[0] != local:
+            raise ValueError(f'w1_weight: dimension 0 "experts": expected {local}, got {w1_weight.shape[0]}')
+        if token_selected_experts.shape[-1] != top_k:
+            raise ValueError(
+                f'token_selected_experts: dimension 1 "top_k": expected {top_k}, got {token_selected_experts.shape[-1]}'
+            )
+        options: dict[str, Any] = {"activation": activation, "gated": gated}
+        situ = situ_options(name, situ_beta, situ_linear_beta, (swiglu_alpha, swiglu_beta, swiglu_limit))
+        if situ:
+            options |= {"layout": "up_gate", **situ}
+        elif gated:
+            options |= {"layout": "up_gate", "alpha": swiglu_alpha, "beta": swiglu_beta}
+            if swiglu_limit < FP32_MAX:
+                options["limit"] = swiglu_limit
+        w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
+        ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
+        operands = (x, w13, w2_weight, token_final_scales, ids)
+        return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, cute_dsl_fused_moe_bf16, locals())
+        raise
 
 
 class CuteDslBf16MoEWrapper:

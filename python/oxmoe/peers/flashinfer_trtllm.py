@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -326,7 +326,6 @@ def _weights(
     )
 
 
-@named_arguments
 def trtllm_fp8_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -385,44 +384,47 @@ def trtllm_fp8_block_scale_moe(
     `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the call allocates its own. It
     is not looked at under torch.compile without weights. enable_pdl and tune_max_num_tokens have no meaning here.
     """
-    routing = routing_options(
-        routing_method_type,
-        top_k=top_k,
-        routing_bias=routing_bias,
-        n_group=n_group,
-        topk_group=topk_group,
-        routed_scaling_factor=routed_scaling_factor,
-        norm_topk_prob=norm_topk_prob,
-    )
-    shared, experts = shared_experts(
-        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
-    )
-    routing = finalized(by_logits(routing_logits, routing_replay_out, routing, shared), do_finalize)
-    return _run(
-        "trtllm_fp8_block_scale_moe",
-        routing,
-        hidden_states,
-        hidden_states_scale,
-        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        experts[0],
-        intermediate_size,
-        experts[1],
-        experts[2],
-        use_shuffled_weight=use_shuffled_weight,
-        weight_layout=weight_layout,
-        fp8_quantization_type=fp8_quantization_type,
-        activation_type=activation_type,
-        output=output,
-        activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        biases=(gemm1_bias, gemm2_bias),
-        padded=(valid_hidden_size, valid_intermediate_size),
-        unserved={},
-        workspace_buffer=workspace_buffer,
-        weights=weights,
-    )
+    try:
+        routing = routing_options(
+            routing_method_type,
+            top_k=top_k,
+            routing_bias=routing_bias,
+            n_group=n_group,
+            topk_group=topk_group,
+            routed_scaling_factor=routed_scaling_factor,
+            norm_topk_prob=norm_topk_prob,
+        )
+        shared, experts = shared_experts(
+            num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+        )
+        routing = finalized(by_logits(routing_logits, routing_replay_out, routing, shared), do_finalize)
+        return _run(
+            "trtllm_fp8_block_scale_moe",
+            routing,
+            hidden_states,
+            hidden_states_scale,
+            (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+            experts[0],
+            intermediate_size,
+            experts[1],
+            experts[2],
+            use_shuffled_weight=use_shuffled_weight,
+            weight_layout=weight_layout,
+            fp8_quantization_type=fp8_quantization_type,
+            activation_type=activation_type,
+            output=output,
+            activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+            biases=(gemm1_bias, gemm2_bias),
+            padded=(valid_hidden_size, valid_intermediate_size),
+            unserved={},
+            workspace_buffer=workspace_buffer,
+            weights=weights,
+        )
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_block_scale_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_fp8_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -465,24 +467,28 @@ def trtllm_fp8_block_scale_routed_moe(
     global ids, -1 for none. The weights count as they are: routing_bias, n_group, topk_group, routed_scaling_factor and
     routing_method_type have no meaning. The rest is as for `trtllm_fp8_block_scale_moe`.
     """
-    return _run(
-        "trtllm_fp8_block_scale_routed_moe",
-        finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False),
-        hidden_states,
-        hidden_states_scale,
-        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        num_experts,
-        intermediate_size,
-        local_expert_offset,
-        local_num_experts,
-        use_shuffled_weight=use_shuffled_weight,
-        weight_layout=weight_layout,
-        fp8_quantization_type=fp8_quantization_type,
-        activation_type=activation_type,
-        output=output,
-        activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
-        padded=(valid_hidden_size, valid_intermediate_size),
-        unserved={"gemm1_lora_delta": gemm1_lora_delta is not None},
-        workspace_buffer=workspace_buffer,
-        weights=weights,
-    )
+    try:
+        return _run(
+            "trtllm_fp8_block_scale_routed_moe",
+            finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False),
+            hidden_states,
+            hidden_states_scale,
+            (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+            num_experts,
+            intermediate_size,
+            local_expert_offset,
+            local_num_experts,
+            use_shuffled_weight=use_shuffled_weight,
+            weight_layout=weight_layout,
+            fp8_quantization_type=fp8_quantization_type,
+            activation_type=activation_type,
+            output=output,
+            activation=(gemm1_alpha, gemm1_beta, gemm1_clamp_limit),
+            padded=(valid_hidden_size, valid_intermediate_size),
+            unserved={"gemm1_lora_delta": gemm1_lora_delta is not None},
+            workspace_buffer=workspace_buffer,
+            weights=weights,
+        )
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_block_scale_routed_moe, locals())
+        raise

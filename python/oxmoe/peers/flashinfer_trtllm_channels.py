@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, halves, unshuffled
@@ -73,7 +73,6 @@ def prepare_trtllm_fp8_per_channel_scale_moe(
     return ExpertWeights.fp8_tensor(w13, w2, w13_scale, w2_scale * of_outputs[:, None], **options)
 
 
-@named_arguments
 def trtllm_fp8_per_channel_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -111,20 +110,23 @@ def trtllm_fp8_per_channel_scale_moe(
     then to e4m3 with one scale for each row. use_routing_scales_on_input: weights of experts multiply GEMM1's sums
     instead of the outputs. The rest is as for `trtllm_bf16_moe`.
     """
-    routing = by_method(
-        routing_logits, routing_bias, None, top_k, n_group, topk_group, routed_scaling_factor, routing_method_type,
-        norm_topk_prob,
-    )  # fmt: skip
-    return _per_channel(
-        "trtllm_fp8_per_channel_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale,
-        (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar, gemm2_weights,
-         gemm2_per_channel_weight_scale, output2_scale_scalar),
-        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        routing = by_method(
+            routing_logits, routing_bias, None, top_k, n_group, topk_group, routed_scaling_factor, routing_method_type,
+            norm_topk_prob,
+        )  # fmt: skip
+        return _per_channel(
+            "trtllm_fp8_per_channel_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale,
+            (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar,
+             gemm2_weights, gemm2_per_channel_weight_scale, output2_scale_scalar),
+            (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_per_channel_scale_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_fp8_per_channel_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -160,14 +162,18 @@ def trtllm_fp8_per_channel_scale_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_fp8_per_channel_scale_moe`.
     """
-    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
-    return _per_channel(
-        "trtllm_fp8_per_channel_scale_routed_moe", routing, hidden_states, hidden_states_scale,
-        (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar, gemm2_weights,
-         gemm2_per_channel_weight_scale, output2_scale_scalar),
-        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
+        return _per_channel(
+            "trtllm_fp8_per_channel_scale_routed_moe", routing, hidden_states, hidden_states_scale,
+            (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar,
+             gemm2_weights, gemm2_per_channel_weight_scale, output2_scale_scalar),
+            (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_per_channel_scale_routed_moe, locals())
+        raise
 
 
 def _per_channel(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -180,7 +180,6 @@ def prepare_trtllm_bf16_moe(
     return ExpertWeights.bf16(w13, w2, **options)
 
 
-@named_arguments
 def trtllm_bf16_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -223,18 +222,21 @@ def trtllm_bf16_moe(
     `trtllm_fused_moe_workspace_size` bytes or more, it is the workspace, and otherwise the call allocates its own.
     enable_pdl and tune_max_num_tokens have no meaning here.
     """
-    routing = by_method(
-        routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob,
-    )  # fmt: skip
-    return _bf16(
-        "trtllm_bf16_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights, gemm2_weights,
-        (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights, intermediate_size,
-    )  # fmt: skip
+    try:
+        routing = by_method(
+            routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
+            routing_method_type, norm_topk_prob,
+        )  # fmt: skip
+        return _bf16(
+            "trtllm_bf16_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights, gemm2_weights,
+            (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
+            (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights, intermediate_size,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_bf16_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_bf16_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     hidden_states: Tensor,
@@ -270,16 +272,20 @@ def trtllm_bf16_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_bf16_moe`.
     """
-    refused = {
-        "gemm1_lora_delta": gemm1_lora_delta is not None,
-        "routing_replay_out": routing_replay_out is not None,
-    }
-    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
-    return _bf16(
-        "trtllm_bf16_routed_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
-        (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights, intermediate_size,
-    )  # fmt: skip
+    try:
+        refused = {
+            "gemm1_lora_delta": gemm1_lora_delta is not None,
+            "routing_replay_out": routing_replay_out is not None,
+        }
+        routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
+        return _bf16(
+            "trtllm_bf16_routed_moe", routing, hidden_states, gemm1_weights, gemm2_weights,
+            (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
+            (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights, intermediate_size,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_bf16_routed_moe, locals())
+        raise
 
 
 def _bf16(
@@ -388,7 +394,6 @@ def prepare_trtllm_fp8_per_tensor_scale_moe(
     )
 
 
-@named_arguments
 def trtllm_fp8_per_tensor_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -425,19 +430,22 @@ def trtllm_fp8_per_tensor_scale_moe(
     use_routing_scales_on_input: weights of experts multiply GEMM1's sums instead of the outputs. Weights and scales
     are those of `prepare_trtllm_fp8_per_tensor_scale_moe`; the rest is as for `trtllm_bf16_moe`.
     """
-    routing = by_method(
-        routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob,
-    )  # fmt: skip
-    return _per_tensor(
-        "trtllm_fp8_per_tensor_scale_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights,
-        output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
-        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, {}, activation_type,
-        gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
-    )  # fmt: skip
+    try:
+        routing = by_method(
+            routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
+            routing_method_type, norm_topk_prob,
+        )  # fmt: skip
+        return _per_tensor(
+            "trtllm_fp8_per_tensor_scale_moe", finalized(routing, do_finalize), hidden_states, gemm1_weights,
+            output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
+            (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, {}, activation_type,
+            gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_per_tensor_scale_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -473,14 +481,18 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_fp8_per_tensor_scale_moe`.
     """
-    refused = {"routing_replay_out": routing_replay_out is not None}
-    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
-    return _per_tensor(
-        "trtllm_fp8_per_tensor_scale_routed_moe", routing, hidden_states, gemm1_weights,
-        output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
-        (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
-        refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
-    )  # fmt: skip
+    try:
+        refused = {"routing_replay_out": routing_replay_out is not None}
+        routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
+        return _per_tensor(
+            "trtllm_fp8_per_tensor_scale_routed_moe", routing, hidden_states, gemm1_weights,
+            output1_scales_scalar, output1_scales_gate_scalar, gemm2_weights, output2_scales_scalar,
+            (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
+            refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp8_per_tensor_scale_routed_moe, locals())
+        raise
 
 
 def _per_tensor(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -168,7 +168,6 @@ def _of_experts(scalars: dict[str, Tensor | None], experts: int) -> dict[str, Te
     return result
 
 
-@named_arguments
 def trtllm_fp4_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -222,38 +221,41 @@ def trtllm_fp4_block_scale_moe(
     ones, and every token has them with weight 1. It needs DeepSeekV3's routing, and all experts here.
     routing and the rest are as for `trtllm_bf16_moe`.
     """
-    shared, experts = shared_experts(
-        num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
-    )
-    routing = by_method(
-        routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob, shared,
-    )  # fmt: skip
-    gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
-    options = {
-        "gemm1_bias": gemm1_bias,
-        "gemm1_alpha": gemm1_alpha,
-        "gemm1_beta": gemm1_beta,
-        "gemm1_clamp_limit": gemm1_clamp_limit,
-        "gemm2_bias": gemm2_bias,
-        "output1_scale_scalar": output1_scale_scalar,
-        "output1_scale_gate_scalar": output1_scale_gate_scalar,
-        "output2_scale_scalar": output2_scale_scalar,
-        "activation_type": activation_of(activation_type),
-    }
-    refused = {
-        "per_token_scale": per_token_scale is not None,
-        "nvfp4_4over6": nvfp4_4over6 is not None,
-    }
-    return _fp4(
-        "trtllm_fp4_block_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale, gemms,
-        options, experts, refused,
-        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        shared, experts = shared_experts(
+            num_fused_shared_experts, (num_experts, local_expert_offset, local_num_experts), routing_method_type
+        )
+        routing = by_method(
+            routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
+            routing_method_type, norm_topk_prob, shared,
+        )  # fmt: skip
+        gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
+        options = {
+            "gemm1_bias": gemm1_bias,
+            "gemm1_alpha": gemm1_alpha,
+            "gemm1_beta": gemm1_beta,
+            "gemm1_clamp_limit": gemm1_clamp_limit,
+            "gemm2_bias": gemm2_bias,
+            "output1_scale_scalar": output1_scale_scalar,
+            "output1_scale_gate_scalar": output1_scale_gate_scalar,
+            "output2_scale_scalar": output2_scale_scalar,
+            "activation_type": activation_of(activation_type),
+        }
+        refused = {
+            "per_token_scale": per_token_scale is not None,
+            "nvfp4_4over6": nvfp4_4over6 is not None,
+        }
+        return _fp4(
+            "trtllm_fp4_block_scale_moe", finalized(routing, do_finalize), hidden_states, hidden_states_scale, gemms,
+            options, experts, refused,
+            (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp4_block_scale_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_fp4_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     routing_bias: Tensor | None,
@@ -302,32 +304,36 @@ def trtllm_fp4_block_scale_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_fp4_block_scale_moe`.
     """
-    gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
-    options = {
-        "gemm1_bias": gemm1_bias,
-        "gemm1_alpha": gemm1_alpha,
-        "gemm1_beta": gemm1_beta,
-        "gemm1_clamp_limit": gemm1_clamp_limit,
-        "gemm2_bias": gemm2_bias,
-        "output1_scale_scalar": output1_scale_scalar,
-        "output1_scale_gate_scalar": output1_scale_gate_scalar,
-        "output2_scale_scalar": output2_scale_scalar,
-        "activation_type": activation_of(activation_type),
-    }
-    refused = {
-        "per_token_scale": per_token_scale is not None,
-        "nvfp4_4over6": nvfp4_4over6 is not None,
-        "routing_metadata": routing_metadata is not None,
-        "gemm1_lora_delta": gemm1_lora_delta is not None,
-        "num_fused_shared_experts": bool(num_fused_shared_experts),
-    }
-    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
-    return _fp4(
-        "trtllm_fp4_block_scale_routed_moe", routing, hidden_states, hidden_states_scale, gemms,
-        options, (num_experts, local_expert_offset, local_num_experts), refused,
-        (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        gemms = (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale)
+        options = {
+            "gemm1_bias": gemm1_bias,
+            "gemm1_alpha": gemm1_alpha,
+            "gemm1_beta": gemm1_beta,
+            "gemm1_clamp_limit": gemm1_clamp_limit,
+            "gemm2_bias": gemm2_bias,
+            "output1_scale_scalar": output1_scale_scalar,
+            "output1_scale_gate_scalar": output1_scale_gate_scalar,
+            "output2_scale_scalar": output2_scale_scalar,
+            "activation_type": activation_of(activation_type),
+        }
+        refused = {
+            "per_token_scale": per_token_scale is not None,
+            "nvfp4_4over6": nvfp4_4over6 is not None,
+            "routing_metadata": routing_metadata is not None,
+            "gemm1_lora_delta": gemm1_lora_delta is not None,
+            "num_fused_shared_experts": bool(num_fused_shared_experts),
+        }
+        routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
+        return _fp4(
+            "trtllm_fp4_block_scale_routed_moe", routing, hidden_states, hidden_states_scale, gemms,
+            options, (num_experts, local_expert_offset, local_num_experts), refused,
+            (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_fp4_block_scale_routed_moe, locals())
+        raise
 
 
 def _fp4(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -93,7 +93,6 @@ def prepare_trtllm_mxint4_block_scale_moe(
     return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, **activation(SWIGLU, numbers))
 
 
-@named_arguments
 def trtllm_mxint4_block_scale_moe(
     routing_logits: Tensor,
     routing_bias: Tensor | None,
@@ -132,20 +131,23 @@ def trtllm_mxint4_block_scale_moe(
     kept while the tensors live (`oxmoe.peers.flashinfer_trtllm_formats.cache`). weights: what that function made, which
     torch.compile needs. routing and the rest are as for `trtllm_bf16_moe`.
     """
-    routing = by_method(
-        routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
-        routing_method_type, norm_topk_prob,
-    )  # fmt: skip
-    return _mxint4(
-        "trtllm_mxint4_block_scale_moe", finalized(routing, do_finalize), hidden_states,
-        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
-        {}, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        routing = by_method(
+            routing_logits, routing_bias, routing_replay_out, top_k, n_group, topk_group, routed_scaling_factor,
+            routing_method_type, norm_topk_prob,
+        )  # fmt: skip
+        return _mxint4(
+            "trtllm_mxint4_block_scale_moe", finalized(routing, do_finalize), hidden_states,
+            (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+            (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
+            {}, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_mxint4_block_scale_moe, locals())
+        raise
 
 
-@named_arguments
 def trtllm_mxint4_block_scale_routed_moe(
     topk_ids: Tensor | tuple[Tensor, Tensor],
     hidden_states: Tensor,
@@ -181,15 +183,19 @@ def trtllm_mxint4_block_scale_routed_moe(
     topk_ids is int32 [T, top_k] as `oxmoe.pack_topk` makes it, or a pair of ids and weights; the weights count as they
     are. The rest is as for `trtllm_mxint4_block_scale_moe`.
     """
-    refused = {"gemm1_lora_delta": gemm1_lora_delta is not None}
-    routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
-    return _mxint4(
-        "trtllm_mxint4_block_scale_routed_moe", routing, hidden_states,
-        (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
-        (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
-        refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
-        workspace_buffer, weights,
-    )  # fmt: skip
+    try:
+        refused = {"gemm1_lora_delta": gemm1_lora_delta is not None}
+        routing = finalized(by_ids(topk_ids, top_k), do_finalize, chosen=False)
+        return _mxint4(
+            "trtllm_mxint4_block_scale_routed_moe", routing, hidden_states,
+            (gemm1_weights, gemm1_weights_scale, gemm2_weights, gemm2_weights_scale),
+            (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), (num_experts, local_expert_offset, local_num_experts),
+            refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
+            workspace_buffer, weights,
+        )  # fmt: skip
+    except (TypeError, AttributeError) as error:
+        name_argument(error, trtllm_mxint4_block_scale_routed_moe, locals())
+        raise
 
 
 def _mxint4(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
-from oxmoe.operands import check_outputs, check_tensor, named_arguments
+from oxmoe.operands import check_outputs, check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
@@ -243,7 +243,6 @@ def check_experts(operand: str, held: int, expected: int) -> None:
         raise ValueError(f"{operand}: expected {expected} experts (local_num_experts), got {held}")
 
 
-@named_arguments
 def fused_topk_deepseek(
     scores: Tensor,
     bias: Tensor,
@@ -266,33 +265,37 @@ def fused_topk_deepseek(
     [>= T, topk] gets the ids, too. It takes what `oxmoe.topk` takes; launch_with_pdl has no meaning, and backend "cake"
     is refused.
     """
-    if backend != "default":
-        raise NotImplementedError(f'backend: no kernel for {backend!r}; served is "default"')
-    for name, tensor in (("scores", scores), ("topk_values", topk_values), ("topk_indices", topk_indices)):
-        check_tensor(name, tensor, "T", "E" if name == "scores" else "topk")
-    check_tensor("bias", bias)
-    check_dtype("topk_values", topk_values, name_of(scores.dtype))
-    check_dtype("topk_indices", topk_indices, "int32")
-    shape = scores.shape[0], topk
-    for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
-    outputs = {"topk_values": topk_values, "topk_indices": topk_indices}
-    if routing_replay_out is not None:
-        _check_record(routing_replay_out, shape)
-        outputs["routing_replay_out"] = routing_replay_out
-    check_outputs(scores.device, **outputs)
-    groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
-    values, ids = _choose(
-        scores,
-        topk,
-        scoring_func="sigmoid",
-        correction_bias=bias.float(),
-        routed_scaling_factor=routed_scaling_factor,
-        apply_routed_scaling_factor_on_output=True,
-        **groups,
-    )
-    if routing_replay_out is not None:
-        _record(routing_replay_out, ids)
-    topk_values.copy_(values)
-    topk_indices.copy_(ids)
+    try:
+        if backend != "default":
+            raise NotImplementedError(f'backend: no kernel for {backend!r}; served is "default"')
+        for name, tensor in (("scores", scores), ("topk_values", topk_values), ("topk_indices", topk_indices)):
+            check_tensor(name, tensor, "T", "E" if name == "scores" else "topk")
+        check_tensor("bias", bias)
+        check_dtype("topk_values", topk_values, name_of(scores.dtype))
+        check_dtype("topk_indices", topk_indices, "int32")
+        shape = scores.shape[0], topk
+        for name, tensor in (("topk_values", topk_values), ("topk_indices", topk_indices)):
+            if tuple(tensor.shape) != shape:
+                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        outputs = {"topk_values": topk_values, "topk_indices": topk_indices}
+        if routing_replay_out is not None:
+            _check_record(routing_replay_out, shape)
+            outputs["routing_replay_out"] = routing_replay_out
+        check_outputs(scores.device, **outputs)
+        groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
+        values, ids = _choose(
+            scores,
+            topk,
+            scoring_func="sigmoid",
+            correction_bias=bias.float(),
+            routed_scaling_factor=routed_scaling_factor,
+            apply_routed_scaling_factor_on_output=True,
+            **groups,
+        )
+        if routing_replay_out is not None:
+            _record(routing_replay_out, ids)
+        topk_values.copy_(values)
+        topk_indices.copy_(ids)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, fused_topk_deepseek, locals())
+        raise

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, name_argument
 from oxmoe.peers.topk_forms import as_float32
 from oxmoe.tracing import tracing
 from oxmoe.weights import SERVED
@@ -156,7 +156,6 @@ def run(
     )
 
 
-@named_arguments
 def fused_experts(
     hidden_states: Tensor,
     w1: Tensor,
@@ -196,76 +195,80 @@ def fused_experts(
 
     moe_runner_config.inplace (SGLang's default) writes into hidden_states and returns it; no_combine returns [T, k, H].
     """
-    check_tensor("w1", w1)
-    mxfp4 = str(w1.dtype).endswith("int8")
-    blocks = use_fp8_w8a8 and block_shape is not None
-    if use_fp8_w8a8:
-        if blocks and list(block_shape or ()) != [128, 128]:
-            raise NotImplementedError(f"block_shape: no kernel for {block_shape}; served is [128, 128]")
-        if not _is_e4m3(w1):
-            raise ValueError(
-                f"w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got {str(w1.dtype).rpartition('.')[2]}"
-            )
-        if w1_scale is None or w2_scale is None:
-            raise ValueError("w1_scale and w2_scale: both are needed with use_fp8_w8a8")
-    unserved = {
-        "use_int8_w8a8": use_int8_w8a8,
-        "use_int8_w8a16": use_int8_w8a16,
-        "use_int4_w4a16": use_int4_w4a16,
-        "per_channel_quant": per_channel_quant and (blocks or not use_fp8_w8a8),
-        "w1_scale": w1_scale is not None and not mxfp4 and not use_fp8_w8a8,
-        "w2_scale": w2_scale is not None and not mxfp4 and not use_fp8_w8a8,
-        "w1_zp": w1_zp is not None,
-        "w2_zp": w2_zp is not None,
-        "a1_scale": a1_scale is not None and (blocks or not use_fp8_w8a8),
-        "a2_scale": a2_scale is not None and (blocks or not use_fp8_w8a8),
-        "block_shape": block_shape is not None and not blocks,
-        "a1_q": a1_q is not None,
-    }
-    if any(unserved.values()):
-        given = ", ".join(name for name, used in unserved.items() if used)
-        raise NotImplementedError(f"fused_experts: no kernel for {given}; {SERVED}")
+    try:
+        check_tensor("w1", w1)
+        mxfp4 = str(w1.dtype).endswith("int8")
+        blocks = use_fp8_w8a8 and block_shape is not None
+        if use_fp8_w8a8:
+            if blocks and list(block_shape or ()) != [128, 128]:
+                raise NotImplementedError(f"block_shape: no kernel for {block_shape}; served is [128, 128]")
+            if not _is_e4m3(w1):
+                raise ValueError(
+                    f"w1: expected dtype float8_e4m3fn with use_fp8_w8a8, got {str(w1.dtype).rpartition('.')[2]}"
+                )
+            if w1_scale is None or w2_scale is None:
+                raise ValueError("w1_scale and w2_scale: both are needed with use_fp8_w8a8")
+        unserved = {
+            "use_int8_w8a8": use_int8_w8a8,
+            "use_int8_w8a16": use_int8_w8a16,
+            "use_int4_w4a16": use_int4_w4a16,
+            "per_channel_quant": per_channel_quant and (blocks or not use_fp8_w8a8),
+            "w1_scale": w1_scale is not None and not mxfp4 and not use_fp8_w8a8,
+            "w2_scale": w2_scale is not None and not mxfp4 and not use_fp8_w8a8,
+            "w1_zp": w1_zp is not None,
+            "w2_zp": w2_zp is not None,
+            "a1_scale": a1_scale is not None and (blocks or not use_fp8_w8a8),
+            "a2_scale": a2_scale is not None and (blocks or not use_fp8_w8a8),
+            "block_shape": block_shape is not None and not blocks,
+            "a1_q": a1_q is not None,
+        }
+        if any(unserved.values()):
+            given = ", ".join(name for name, used in unserved.items() if used)
+            raise NotImplementedError(f"fused_experts: no kernel for {given}; {SERVED}")
 
-    config = moe_runner_config
-    check_config(config)
-    # A field that a release lacks gets the value that the release behaves by.
-    inplace = getattr(config, "inplace", True)
-    no_combine = getattr(config, "no_combine", False)
-    if inplace and no_combine:
-        raise ValueError("moe_runner_config: inplace and no_combine exclude each other (the result is [T, k, H])")
-    if fuse_swiglu_interleaved and (b1 is not None or getattr(config, "apply_router_weight_on_input", False)):
-        raise ValueError("fuse_swiglu_interleaved: excludes b1 and apply_router_weight_on_input")
-    options: dict[str, Any] = {
-        "activation": getattr(config, "activation", "silu"),
-        "is_gated": getattr(config, "is_gated", True),
-        "apply_router_weight_on_input": getattr(config, "apply_router_weight_on_input", False),
-        "no_combine": no_combine,
-        "no_combine_keep_router_weight": getattr(config, "no_combine_keep_router_weight", False),
-        "routed_scaling_factor": getattr(config, "routed_scaling_factor", None),
-        "gemm1_alpha": getattr(config, "gemm1_alpha", None),
-        "gemm1_beta": getattr(config, "gemm1_beta", None),
-        "gemm1_limit": getattr(config, "gemm1_clamp_limit", None),
-        "swiglu_limit": getattr(config, "swiglu_limit", None),
-        "gate_up_interleaved": getattr(config, "gate_up_interleaved", True),
-        "fuse_swiglu_interleaved": fuse_swiglu_interleaved,
-        "w1_scale": w1_scale,
-        "w2_scale": w2_scale,
-        "a1_scale": a1_scale,
-        "a2_scale": a2_scale,
-        "per_tensor": use_fp8_w8a8 and not blocks,
-    }
-    if not isinstance(topk_output, Sequence) or len(topk_output) < 2:
-        kind = type(topk_output).__name__
-        raise ValueError(f"topk_output: expected a tuple (topk_weights, topk_ids, ...), got {kind}")
-    # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
-    operands = (hidden_states, w1, w2, as_float32(topk_output[0]), topk_output[1], b1, b2)
-    if not tracing():
-        return run(*operands, **options, out=hidden_states if inplace else None)
+        config = moe_runner_config
+        check_config(config)
+        # A field that a release lacks gets the value that the release behaves by.
+        inplace = getattr(config, "inplace", True)
+        no_combine = getattr(config, "no_combine", False)
+        if inplace and no_combine:
+            raise ValueError("moe_runner_config: inplace and no_combine exclude each other (the result is [T, k, H])")
+        if fuse_swiglu_interleaved and (b1 is not None or getattr(config, "apply_router_weight_on_input", False)):
+            raise ValueError("fuse_swiglu_interleaved: excludes b1 and apply_router_weight_on_input")
+        options: dict[str, Any] = {
+            "activation": getattr(config, "activation", "silu"),
+            "is_gated": getattr(config, "is_gated", True),
+            "apply_router_weight_on_input": getattr(config, "apply_router_weight_on_input", False),
+            "no_combine": no_combine,
+            "no_combine_keep_router_weight": getattr(config, "no_combine_keep_router_weight", False),
+            "routed_scaling_factor": getattr(config, "routed_scaling_factor", None),
+            "gemm1_alpha": getattr(config, "gemm1_alpha", None),
+            "gemm1_beta": getattr(config, "gemm1_beta", None),
+            "gemm1_limit": getattr(config, "gemm1_clamp_limit", None),
+            "swiglu_limit": getattr(config, "swiglu_limit", None),
+            "gate_up_interleaved": getattr(config, "gate_up_interleaved", True),
+            "fuse_swiglu_interleaved": fuse_swiglu_interleaved,
+            "w1_scale": w1_scale,
+            "w2_scale": w2_scale,
+            "a1_scale": a1_scale,
+            "a2_scale": a2_scale,
+            "per_tensor": use_fp8_w8a8 and not blocks,
+        }
+        if not isinstance(topk_output, Sequence) or len(topk_output) < 2:
+            kind = type(topk_output).__name__
+            raise ValueError(f"topk_output: expected a tuple (topk_weights, topk_ids, ...), got {kind}")
+        # NOTE: SGLang 0.5.23 may pass a 4-tuple; the first two fields are the same in every form.
+        operands = (hidden_states, w1, w2, as_float32(topk_output[0]), topk_output[1], b1, b2)
+        if not tracing():
+            return run(*operands, **options, out=hidden_states if inplace else None)
 
-    import torch
+        import torch
 
-    operator = torch.ops.oxmoe.fused_experts
-    if not inplace:
-        return operator.default(*operands, **options)
-    operator.out(*operands, **options, out=hidden_states)
-    return hidden_states
+        operator = torch.ops.oxmoe.fused_experts
+        if not inplace:
+            return operator.default(*operands, **options)
+        operator.out(*operands, **options, out=hidden_states)
+        return hidden_states
+    except (TypeError, AttributeError) as error:
+        name_argument(error, fused_experts, locals())
+        raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor, checked_arguments, named_arguments
+from oxmoe.operands import check_tensor, checked_arguments, name_argument
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments, slots_of
 
@@ -79,7 +79,6 @@ def prepare_triton_kernel_experts(
     return ExpertWeights.mxfp4(w13, down, w13_scale, w2_scale, b13=b1, b2=b2, layout="interleaved", **options)
 
 
-@named_arguments
 def triton_kernel_fused_experts_with_bias(
     hidden_states: Tensor,
     w1: Any,
@@ -125,43 +124,47 @@ def triton_kernel_fused_experts_with_bias(
     prepare_triton_kernel_experts made, in place of w1 to b2 and gemm1_*; without it ExpertWeights are made at the first
     call and kept while the tensors live (`oxmoe.peers.triton_kernels.cache`). activation has no meaning, as in SGLang.
     """
-    unserved = {
-        "inplace": inplace,
-        "apply_router_weight_on_input": apply_router_weight_on_input,
-        "use_fp8_w8a8": use_fp8_w8a8,
-        "per_channel_quant": per_channel_quant,
-        "expert_map": expert_map is not None,
-        "w1_scale": w1_scale is not None,
-        "w2_scale": w2_scale is not None,
-        "a1_scale": a1_scale is not None,
-        "a2_scale": a2_scale is not None,
-        "block_shape": block_shape is not None,
-    }
-    if any(unserved.values()):
-        given = ", ".join(name for name, used in unserved.items() if used)
-        raise NotImplementedError(f"triton_kernel_fused_experts_with_bias: no kernel for {given}; {_SERVED}")
-    check_tensor("hidden_states", hidden_states, "T", "H")
-    forms = [form is not None for form in (routing_data, a_ragged_metadata, topk_output)]
-    if sum(forms) != 1:
-        raise ValueError("routing: expected one of routing_data, a_ragged_metadata and topk_output")
-    if topk_output is None and scatter_indx is None:
-        raise NotImplementedError("scatter_indx: needed (rows are returned in the order of their tokens)")
-    if a_ragged_metadata is not None and output is not None:
-        raise ValueError("output: takes the sum, and with a_ragged_metadata rows are returned")
-    if hidden_states.shape[0] == 0:
-        return hidden_states.new_empty(hidden_states.shape) if output is None else output
-    if weights is None:
-        weights = _kept((w1, w1_pcg, b1, w2, w2_pcg, b2), gemm1_alpha, gemm1_clamp_limit)
-    if topk_output is not None:
-        return moe(hidden_states, weights, **routing_arguments(topk_output), out=output)
-    if routing_data is not None:
-        tables = routing_data.expt_hist, scatter_indx.dst_indx, routing_data.gate_scal, routing_data.n_expts_act
-        return moe(hidden_states, weights, *slots_of(*tables), out=output)
-    if gate_scal is None or n_expts_act is None:
-        raise ValueError("gate_scal and n_expts_act: needed with a_ragged_metadata")
-    routed = slots_of(a_ragged_metadata.slice_sizes, scatter_indx, gate_scal, n_expts_act)
-    rows = moe(hidden_states, weights, *routed, no_combine=True, keep_router_weight=True)
-    return rows.view(-1, rows.shape[-1])
+    try:
+        unserved = {
+            "inplace": inplace,
+            "apply_router_weight_on_input": apply_router_weight_on_input,
+            "use_fp8_w8a8": use_fp8_w8a8,
+            "per_channel_quant": per_channel_quant,
+            "expert_map": expert_map is not None,
+            "w1_scale": w1_scale is not None,
+            "w2_scale": w2_scale is not None,
+            "a1_scale": a1_scale is not None,
+            "a2_scale": a2_scale is not None,
+            "block_shape": block_shape is not None,
+        }
+        if any(unserved.values()):
+            given = ", ".join(name for name, used in unserved.items() if used)
+            raise NotImplementedError(f"triton_kernel_fused_experts_with_bias: no kernel for {given}; {_SERVED}")
+        check_tensor("hidden_states", hidden_states, "T", "H")
+        forms = [form is not None for form in (routing_data, a_ragged_metadata, topk_output)]
+        if sum(forms) != 1:
+            raise ValueError("routing: expected one of routing_data, a_ragged_metadata and topk_output")
+        if topk_output is None and scatter_indx is None:
+            raise NotImplementedError("scatter_indx: needed (rows are returned in the order of their tokens)")
+        if a_ragged_metadata is not None and output is not None:
+            raise ValueError("output: takes the sum, and with a_ragged_metadata rows are returned")
+        if hidden_states.shape[0] == 0:
+            return hidden_states.new_empty(hidden_states.shape) if output is None else output
+        if weights is None:
+            weights = _kept((w1, w1_pcg, b1, w2, w2_pcg, b2), gemm1_alpha, gemm1_clamp_limit)
+        if topk_output is not None:
+            return moe(hidden_states, weights, **routing_arguments(topk_output), out=output)
+        if routing_data is not None:
+            tables = routing_data.expt_hist, scatter_indx.dst_indx, routing_data.gate_scal, routing_data.n_expts_act
+            return moe(hidden_states, weights, *slots_of(*tables), out=output)
+        if gate_scal is None or n_expts_act is None:
+            raise ValueError("gate_scal and n_expts_act: needed with a_ragged_metadata")
+        routed = slots_of(a_ragged_metadata.slice_sizes, scatter_indx, gate_scal, n_expts_act)
+        rows = moe(hidden_states, weights, *routed, no_combine=True, keep_router_weight=True)
+        return rows.view(-1, rows.shape[-1])
+    except (TypeError, AttributeError) as error:
+        name_argument(error, triton_kernel_fused_experts_with_bias, locals())
+        raise
 
 
 def _kept(operands: tuple[Any, ...], alpha: float | None, limit: float | None) -> ExpertWeights:

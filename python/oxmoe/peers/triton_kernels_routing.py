@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import routing_tables, topk
-from oxmoe.operands import check_tensor, named_arguments
+from oxmoe.operands import check_tensor, name_argument
 from oxmoe.tracing import HAS_TORCH
 
 if HAS_TORCH:
@@ -147,7 +147,6 @@ def _as_numpy(value: Any) -> Any:
     return value
 
 
-@named_arguments
 def routing(
     logits: Tensor,
     n_expts_act: int,
@@ -163,26 +162,30 @@ def routing(
     chosen; other numbers than 0 to E - 1 are no expert. simulated_ep: as on the first of that many expert-parallel
     ranks. n_rows: rows from this one on are padding. With numpy arrays the tables are numpy arrays, too.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(logits, numpy.ndarray):
-        tensors = [torch.from_numpy(t) if isinstance(t, numpy.ndarray) else t for t in (logits, expt_indx, n_rows)]
-        made = routing(tensors[0], n_expts_act, sm_first, tensors[1], simulated_ep, tensors[2])
-        data, gather, scatter = map(_as_numpy, made)
-        return data, gather, scatter
-    check_tensor("logits", logits, "T", "E")
-    experts = logits.shape[1]
-    if simulated_ep < 1 or experts % simulated_ep:
-        raise ValueError(f"simulated_ep: expected a divisor of {experts} experts, got {simulated_ep}")
-    if not 1 <= n_expts_act <= experts:
-        raise ValueError(f"n_expts_act: expected 1 to {experts} (from logits), got {n_expts_act}")
-    weights, ids = _choose(logits, n_expts_act, sm_first, expt_indx, n_rows)
-    experts //= simulated_ep
-    if simulated_ep > 1:
-        weights, ids = _first_rank(weights, ids, experts)
-    gate_dtype = str(logits.dtype).rpartition(".")[2]
-    gate_scal, histogram, offsets, combine_indx, dispatch_indx, block_offs, block_schedule = routing_tables(
-        weights.contiguous(), ids.contiguous(), experts, gate_dtype=gate_dtype
-    )
-    metadata = RaggedTensorMetadata(histogram, offsets, block_offs, block_schedule)
-    data = RoutingData(gate_scal, histogram, experts, n_expts_act, metadata)
-    return data, GatherIndx(combine_indx, dispatch_indx), ScatterIndx(dispatch_indx, combine_indx)
+    try:
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(logits, numpy.ndarray):
+            tensors = [torch.from_numpy(t) if isinstance(t, numpy.ndarray) else t for t in (logits, expt_indx, n_rows)]
+            made = routing(tensors[0], n_expts_act, sm_first, tensors[1], simulated_ep, tensors[2])
+            data, gather, scatter = map(_as_numpy, made)
+            return data, gather, scatter
+        check_tensor("logits", logits, "T", "E")
+        experts = logits.shape[1]
+        if simulated_ep < 1 or experts % simulated_ep:
+            raise ValueError(f"simulated_ep: expected a divisor of {experts} experts, got {simulated_ep}")
+        if not 1 <= n_expts_act <= experts:
+            raise ValueError(f"n_expts_act: expected 1 to {experts} (from logits), got {n_expts_act}")
+        weights, ids = _choose(logits, n_expts_act, sm_first, expt_indx, n_rows)
+        experts //= simulated_ep
+        if simulated_ep > 1:
+            weights, ids = _first_rank(weights, ids, experts)
+        gate_dtype = str(logits.dtype).rpartition(".")[2]
+        gate_scal, histogram, offsets, combine_indx, dispatch_indx, block_offs, block_schedule = routing_tables(
+            weights.contiguous(), ids.contiguous(), experts, gate_dtype=gate_dtype
+        )
+        metadata = RaggedTensorMetadata(histogram, offsets, block_offs, block_schedule)
+        data = RoutingData(gate_scal, histogram, experts, n_expts_act, metadata)
+        return data, GatherIndx(combine_indx, dispatch_indx), ScatterIndx(dispatch_indx, combine_indx)
+    except (TypeError, AttributeError) as error:
+        name_argument(error, routing, locals())
+        raise
