@@ -68,16 +68,16 @@ def check_counts(counts: dict[str, int]) -> None:
 
 
 def named_arguments(function: _Call) -> _Call:
-    """Decorates a call with many arguments: a TypeError or AttributeError of an argument of a wrong type names it.
+    """Decorates a call with many arguments: the error that an argument of a wrong type leads to names it.
 
-    Types are looked at after such an error alone, by the function's annotations, so right calls pay nothing for it.
+    Types are looked at after an error of Python's alone, by the annotations, so right calls pay nothing for it.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, OverflowError) as error:
             wrong = _wrong_argument(function, args, kwargs)
             if wrong is None:
                 raise
