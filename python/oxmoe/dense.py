@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import dequantize_mxfp8, matmul_mxfp8, quantize_mxfp8
-from oxmoe.operands import check_no_grad, check_quantizer, check_tensor, name_argument, named_arguments
+from oxmoe.operands import WRONG_TYPES, check_no_grad, check_quantizer, check_tensor, name_argument, named_arguments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ def mxfp8_quantize(
     try:
         check_quantizer(backend, batch_invariant)
         return quantize_mxfp8(input, layout=_layout_name(sf_swizzle_layout, is_sf_swizzled_layout), alignment=alignment)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, mxfp8_quantize, locals())
         raise
 
@@ -126,7 +126,7 @@ def mm_mxfp8(
         if name not in ("bfloat16", "float16"):
             raise ValueError(f"out_dtype: expected bfloat16 or float16, got {name}")
         return matmul_mxfp8(a, b, a_descale, b_descale, out=out, out_dtype=name, use_8x4_sf_layout=use_8x4_sf_layout)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, mm_mxfp8, locals())
         raise
 
@@ -190,6 +190,6 @@ def mxfp8_linear(
         if bias is not None:
             output += bias
         return output.reshape(*input.shape[:-1], n)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, mxfp8_linear, locals())
         raise

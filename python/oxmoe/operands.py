@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 from oxmoe.tracing import tracing
 
+# Errors of Python that an argument of a wrong type leads to.
+WRONG_TYPES = (TypeError, AttributeError, OverflowError)
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 # A type in an annotation -> whether a value may stand for it. Other types are not checked.
 _TYPES: dict[str, Callable[[Any], bool]] = {
@@ -70,8 +72,8 @@ def check_counts(counts: dict[str, int]) -> None:
 def name_argument(error: Exception, function: Callable[..., Any], values: dict[str, Any]) -> None:
     """Raises a TypeError that names the first of a function's arguments whose type is not that of its annotation.
 
-    A function calls this with its `locals()` in a handler of a TypeError or an AttributeError, and raises that error
-    again if this returns. So right calls pay nothing for it.
+    A function calls this with its `locals()` in a handler of WRONG_TYPES, and raises the error again if this returns.
+    So right calls pay nothing for it.
     """
     wrong = _wrong_argument(function, values)
     if wrong is not None:
@@ -88,7 +90,7 @@ def named_arguments(function: _Call) -> _Call:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (TypeError, AttributeError) as error:
+        except WRONG_TYPES as error:
             try:
                 given = inspect.signature(function).bind(*args, **kwargs).arguments
             except TypeError:

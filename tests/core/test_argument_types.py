@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ import oxmoe
 import public_calls
 from oxmoe import ExpertWeights, _oxmoe
 from oxmoe.allreduce.fusion import _Operands
+from oxmoe.operands import named_arguments
 
 E, K, H, T = 4, 2, 128, 3
 BYTES, E4M3 = torch.uint8, torch.float8_e4m3fn
@@ -342,9 +344,6 @@ UNREAD: dict[str, set[str]] = {
     "fused_experts_flashinfer_mxfp4": {"runner_config"},
     **{name: ROUTING for name in public_calls.MAKERS if name.endswith("_routed_moe")},
 }
-for name in public_calls.MAKERS:
-    if name.startswith(("trtllm_bf16", "trtllm_fp8_per")):
-        UNREAD[name] = UNREAD.get(name, set()) | {"intermediate_size"}
 PUBLIC = [
     (name, argument)
     for name in public_calls.MAKERS
@@ -390,15 +389,29 @@ def test_a_wrong_argument_is_told_with_its_annotation() -> None:
         oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": [1.0]})
     with pytest.raises(TypeError, match=r"^local_num_experts: expected int, got str"):
         oxmoe.trtllm_bf16_moe(**{**operands, "local_num_experts": "4"})
+    with pytest.raises(TypeError, match=r"^weight_layout: expected int, got float"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "weight_layout": float("inf")})
     # Python's own words name arguments that are missing or unknown.
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'hidden_states'"):
         oxmoe.trtllm_bf16_moe(**{name: value for name, value in operands.items() if name != "hidden_states"})
     with pytest.raises(TypeError, match="unexpected keyword argument 'unknown'"):
         oxmoe.trtllm_bf16_moe(**operands, unknown=1)
 
-    # Where no argument has a wrong type, the error stays what it is.
-    class Odd:
-        def __dlpack__(self) -> None: ...
+    # An array is to blame if nothing else is.
+    array = np.ones(4, dtype=np.float32)
+    with pytest.raises(TypeError, match=r"^gemm1_alpha: expected Tensor \| None, got ndarray"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": array})
+    with pytest.raises(TypeError, match=r"^local_num_experts: expected int, got str"):
+        oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": array, "local_num_experts": "4"})
 
-    with pytest.raises(AttributeError, match="'Odd' object has no attribute"):
-        oxmoe.trtllm_bf16_moe(**{**operands, "gemm1_alpha": Odd()})
+
+def test_an_error_of_no_argument_stays() -> None:
+    @named_arguments
+    def call(number: int, other: Any = None) -> int:
+        return number + other
+
+    assert call(1, 2) == 3
+    with pytest.raises(TypeError, match="unsupported operand"):
+        call(1, "x")
+    with pytest.raises(TypeError, match=r"^number: expected int, got str"):
+        call("1", 2)

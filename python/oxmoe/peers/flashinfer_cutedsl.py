@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from oxmoe._oxmoe import ExpertWeights, workspace_bytes
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, situ_options
 from oxmoe.peers.kept import Cache
@@ -527,7 +527,7 @@ def cute_dsl_fused_moe(
             x, x_sf, token_selected_experts, token_final_scales, w1_weight, w1_weight_sf, w1_alpha, fc2_input_scale,
             w2_weight, w2_weight_sf, w2_alpha, tactic, per_token_scale, nvfp4_4over6, weights, moe_output,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, cute_dsl_fused_moe, locals())
         raise
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_counts, check_tensor, checked_arguments, name_argument, named_arguments
+from oxmoe.operands import WRONG_TYPES, check_counts, check_tensor, checked_arguments, name_argument, named_arguments
 from oxmoe.peers import flashinfer_cutlass_formats as formats
 from oxmoe.peers import flashinfer_cutlass_int4 as int4
 from oxmoe.peers.flashinfer_cutlass_formats import AS_THEY_LIE, SERVED, SWIGLU, Activations, activation_of, name_of
@@ -257,7 +257,7 @@ def cutlass_fused_moe(
         if isinstance(weights, InputScaledExperts):
             x, weights = weights.scaled(x), weights.weights
         return [with_workspace(moe, x, weights, *of_tokens, **options)]
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, cutlass_fused_moe, locals())
         raise
 
@@ -434,6 +434,6 @@ def fused_experts_flashinfer_mxfp4(
             weights = kept
         arguments = routing_arguments(topk_output)
         return moe(hidden_states, weights, **arguments, ep_size=ep_size, ep_rank=ep_rank, out=output)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, fused_experts_flashinfer_mxfp4, locals())
         raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from oxmoe.operands import check_no_grad, check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_no_grad, check_tensor, name_argument
 from oxmoe.peers.flashinfer_trtllm_routing import check_dtype
 from oxmoe.tracing import tracing
 
@@ -82,7 +82,7 @@ def hash_topk(
             ids = torch.nn.functional.pad(ids, (0, 1), value=experts)
             weights = torch.nn.functional.pad(weights, (0, 1), value=1 / routed_scaling_factor)
         return weights, ids
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, hash_topk, locals())
         raise
 

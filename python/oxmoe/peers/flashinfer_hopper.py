@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe, topk
-from oxmoe.operands import check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import FP32_MAX, SWIGLU, activation_of, situ_options
 from oxmoe.peers.kept import Cache
@@ -100,7 +100,7 @@ def mono_moe(
         return _oxmoe.moe_tensors(
             activations_in, expert_weights_up, expert_weights_down, gates, ids, format="fp8_block", out=out, **scales
         )
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, mono_moe, locals())
         raise
 
@@ -170,7 +170,7 @@ def cute_dsl_fused_moe_bf16(
         ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
         operands = (x, w13, w2_weight, token_final_scales, ids)
         return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, cute_dsl_fused_moe_bf16, locals())
         raise
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import _oxmoe
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import dequantize_mxfp8, moe
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_name, activation_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -420,7 +420,7 @@ def trtllm_fp8_block_scale_moe(
             workspace_buffer=workspace_buffer,
             weights=weights,
         )
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_block_scale_moe, locals())
         raise
 
@@ -489,6 +489,6 @@ def trtllm_fp8_block_scale_routed_moe(
             workspace_buffer=workspace_buffer,
             weights=weights,
         )
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_block_scale_routed_moe, locals())
         raise

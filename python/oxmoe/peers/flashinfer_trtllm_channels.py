@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import SHUFFLED_ROWS, halves, unshuffled
@@ -120,9 +120,9 @@ def trtllm_fp8_per_channel_scale_moe(
             (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar,
              gemm2_weights, gemm2_per_channel_weight_scale, output2_scale_scalar),
             (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
-            workspace_buffer, weights,
+            workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_per_channel_scale_moe, locals())
         raise
 
@@ -169,9 +169,9 @@ def trtllm_fp8_per_channel_scale_routed_moe(
             (gemm1_weights, gemm1_per_channel_weight_scale, output1_scale_scalar, output1_scale_gate_scalar,
              gemm2_weights, gemm2_per_channel_weight_scale, output2_scale_scalar),
             (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, activation_type,
-            workspace_buffer, weights,
+            workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_per_channel_scale_routed_moe, locals())
         raise
 
@@ -187,6 +187,7 @@ def _per_channel(
     activation_type: Any,
     workspace_buffer: Tensor | None,
     weights: ExpertWeights | None,
+    intermediate_size: int,
 ) -> Any:
     check_tensor("hidden_states", hidden_states, "T", "H")
     check_dtype("hidden_states", hidden_states, "float8_e4m3fn")
@@ -200,4 +201,5 @@ def _per_channel(
         function, routing, hidden_states, hidden_states_scale, weights, prepare_trtllm_fp8_per_channel_scale_moe,
         owners, {"activation_type": activation_of(activation_type)}, experts=experts, refused={},
         output=None, workspace_buffer=workspace_buffer, dtype="float8_e4m3fn",
+        intermediate_size=intermediate_size,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import ACTIVATIONS, SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_layouts import (
     BLOCK_MAJOR_K,
@@ -232,7 +232,7 @@ def trtllm_bf16_moe(
             (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
             (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), {}, output, workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_bf16_moe, locals())
         raise
 
@@ -283,7 +283,7 @@ def trtllm_bf16_routed_moe(
             (num_experts, local_expert_offset, local_num_experts), use_shuffled_weight, weight_layout, activation_type,
             (gemm1_alpha, gemm1_beta, gemm1_clamp_limit), refused, output, workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_bf16_routed_moe, locals())
         raise
 
@@ -441,7 +441,7 @@ def trtllm_fp8_per_tensor_scale_moe(
             (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input, {}, activation_type,
             gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_per_tensor_scale_moe, locals())
         raise
 
@@ -490,7 +490,7 @@ def trtllm_fp8_per_tensor_scale_routed_moe(
             (num_experts, local_expert_offset, local_num_experts), use_routing_scales_on_input,
             refused, activation_type, gemm1_clamp_limit, output, workspace_buffer, weights, intermediate_size,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp8_per_tensor_scale_routed_moe, locals())
         raise
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -251,7 +251,7 @@ def trtllm_fp4_block_scale_moe(
             (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
             workspace_buffer, weights,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp4_block_scale_moe, locals())
         raise
 
@@ -331,7 +331,7 @@ def trtllm_fp4_block_scale_routed_moe(
             (valid_hidden_size, valid_intermediate_size), intermediate_size, hidden_states_scale_layout, output,
             workspace_buffer, weights,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_fp4_block_scale_routed_moe, locals())
         raise
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -143,7 +143,7 @@ def trtllm_mxint4_block_scale_moe(
             {}, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
             workspace_buffer, weights,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_mxint4_block_scale_moe, locals())
         raise
 
@@ -193,7 +193,7 @@ def trtllm_mxint4_block_scale_routed_moe(
             refused, (valid_hidden_size, valid_intermediate_size), intermediate_size, output,
             workspace_buffer, weights,
         )  # fmt: skip
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, trtllm_mxint4_block_scale_routed_moe, locals())
         raise
 

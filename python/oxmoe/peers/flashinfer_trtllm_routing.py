@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import topk
-from oxmoe.operands import check_outputs, check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_outputs, check_tensor, name_argument
 from oxmoe.peers.expert_ranks import by_rank, check_part
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 from oxmoe.peers.packed_topk import unpack_topk
@@ -296,6 +296,6 @@ def fused_topk_deepseek(
             _record(routing_replay_out, ids)
         topk_values.copy_(values)
         topk_indices.copy_(ids)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, fused_topk_deepseek, locals())
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from oxmoe.operands import check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 from oxmoe.tracing import tracing
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def pack_topk(topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         # NOTE: int16 has a sign, whose extension would reach into the id.
         bits = topk_weights.to(torch.bfloat16).resolve_neg().view(torch.int16).to(torch.int32) & 0xFFFF
         return topk_ids.to(torch.int32) << 16 | bits
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, pack_topk, locals())
         raise
 
@@ -46,7 +46,7 @@ def unpack_topk(packed: Tensor) -> tuple[Tensor, Tensor]:
 
         _check("packed", packed, (torch.int32,))
         return (packed << 16).view(torch.float32), packed >> 16
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, unpack_topk, locals())
         raise
 

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.operands import check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 from oxmoe.peers.topk_forms import as_float32
 from oxmoe.tracing import tracing
 from oxmoe.weights import SERVED
@@ -269,6 +269,6 @@ def fused_experts(
             return operator.default(*operands, **options)
         operator.out(*operands, **options, out=hidden_states)
         return hidden_states
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, fused_experts, locals())
         raise

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments, slots_of
 
@@ -162,7 +162,7 @@ def triton_kernel_fused_experts_with_bias(
         routed = slots_of(a_ragged_metadata.slice_sizes, scatter_indx, gate_scal, n_expts_act)
         rows = moe(hidden_states, weights, *routed, no_combine=True, keep_router_weight=True)
         return rows.view(-1, rows.shape[-1])
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, triton_kernel_fused_experts_with_bias, locals())
         raise
 

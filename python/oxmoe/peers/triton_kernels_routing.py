@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe.functions import routing_tables, topk
-from oxmoe.operands import check_tensor, name_argument
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 from oxmoe.tracing import HAS_TORCH
 
 if HAS_TORCH:
@@ -186,6 +186,6 @@ def routing(
         metadata = RaggedTensorMetadata(histogram, offsets, block_offs, block_schedule)
         data = RoutingData(gate_scal, histogram, experts, n_expts_act, metadata)
         return data, GatherIndx(combine_indx, dispatch_indx), ScatterIndx(dispatch_indx, combine_indx)
-    except (TypeError, AttributeError) as error:
+    except WRONG_TYPES as error:
         name_argument(error, routing, locals())
         raise
