@@ -157,6 +157,15 @@ def test_numpy(sm_first: bool, given: bool, rng: torch.Generator) -> None:
     assert of_numpy[0].n_expts_tot == of_torch[0].n_expts_tot == 6
 
 
+def test_arrays_that_torch_does_not_take() -> None:
+    logits = numpy.zeros((2, 4), dtype=numpy.float32)
+    logits.flags.writeable = False
+    assert isinstance(oxmoe.routing(logits, 2)[0].gate_scal, numpy.ndarray)  # type: ignore[arg-type]
+    for wrong in (logits.astype(">f4"), logits.copy()[::-1]):
+        with pytest.raises(ValueError, match=r"^logits: "):
+            oxmoe.routing(wrong, 2)  # type: ignore[arg-type]
+
+
 def test_older_names() -> None:
     """ExptData's fields are views of the same tables."""
     metadata = oxmoe.routing(torch.arange(64.0).view(4, 16), 2)[0].expt_data

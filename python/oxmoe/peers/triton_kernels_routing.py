@@ -137,6 +137,14 @@ def _first_rank(weights: Tensor, ids: Tensor, num_experts: int) -> tuple[Tensor,
     return weights.gather(1, order), ids.masked_fill(gone, -1).gather(1, order)
 
 
+def _as_tensor(name: str, array: Any) -> Any:
+    """Returns the numpy array as a tensor. One that may not be written is copied, because torch warns of it."""
+    try:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def _as_numpy(value: Any) -> Any:
     """Returns the tables with numpy arrays in place of tensors."""
     if isinstance(value, torch.Tensor):
@@ -165,8 +173,10 @@ def routing(
     try:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(logits, numpy.ndarray):
-            tensors = [torch.from_numpy(t) if isinstance(t, numpy.ndarray) else t for t in (logits, expt_indx, n_rows)]
-            made = routing(tensors[0], n_expts_act, sm_first, tensors[1], simulated_ep, tensors[2])
+            given = {"logits": logits, "expt_indx": expt_indx, "n_rows": n_rows}
+            arrays = {name: value for name, value in given.items() if isinstance(value, numpy.ndarray)}
+            given |= {name: _as_tensor(name, array) for name, array in arrays.items()}
+            made = routing(given["logits"], n_expts_act, sm_first, given["expt_indx"], simulated_ep, given["n_rows"])
             data, gather, scatter = map(_as_numpy, made)
             return data, gather, scatter
         check_tensor("logits", logits, "T", "E")
