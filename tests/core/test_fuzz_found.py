@@ -138,6 +138,7 @@ def test_outputs_of_fused_topk_deepseek_are_written_all_or_none() -> None:
 def test_operands_of_flashinfers_calls_that_no_check_named() -> None:
     for name, words, changed in (
         ("trtllm_fp4_block_scale_moe", "gemm1_weights: expected dtype uint8 or", {"gemm1_weights": torch.bool}),
+        ("trtllm_fp4_block_scale_moe", "hidden_states_scale: expected dtype", {"hidden_states_scale": torch.bool}),
         (
             "prepare_trtllm_fp4_block_scale_moe",
             "gemm2_weights_scale: expected dtype",

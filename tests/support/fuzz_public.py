@@ -62,7 +62,9 @@ def draw_public(rng: random.Random, generator: torch.Generator) -> Call:
         try:
             result = function(**operands)
             # A call may write its results alone.
-            return result if result is not None else [operands[name] for name in outputs]
+            return (
+                result if result is not None else [operands[name] for name in outputs if operands.get(name) is not None]
+            )
         finally:
             for cache in CACHES:
                 cache.clear()

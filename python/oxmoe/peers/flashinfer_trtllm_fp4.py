@@ -382,6 +382,8 @@ def _fp4(
         if hidden_states_scale is None or hidden_states_scale.numel() != rows * groups:
             got = "None" if hidden_states_scale is None else str(list(hidden_states_scale.shape))
             raise ValueError(f"hidden_states_scale: expected e4m3 of shape [{rows}, {groups}], got {got}")
+        check_tensor("hidden_states_scale", hidden_states_scale)
+        check_dtype("hidden_states_scale", hidden_states_scale, *_SCALES)
         scale = hidden_states_scale.view(torch.uint8).view(torch.float8_e4m3fn).reshape(rows, groups)
     elif hidden_states_scale is not None:
         raise ValueError("hidden_states_scale: hidden_states of bfloat16 have none")
