@@ -131,6 +131,9 @@ def calls() -> dict[str, Call]:
     }
 
 
+ARRAYS = ("routing", "contiguous")  # These calls take numpy arrays.
+
+
 @pytest.mark.parametrize("name", calls())
 def test_operands(name: str) -> None:
     function, given, tensors = calls()[name]
@@ -138,6 +141,8 @@ def test_operands(name: str) -> None:
     for operand in tensors:
         tensor = given[operand]
         for wrong, got in ((7, "int"), ([1.0], "list"), (tensor.float().numpy(), "ndarray")):
+            if got == "ndarray" and name in ARRAYS:
+                continue
             message = f"{operand}: expected a torch tensor, got {got}"
             with pytest.raises(ValueError, match="^" + re.escape(message)):
                 function(**{**given, operand: wrong})
