@@ -38,7 +38,8 @@ KERNELS = {
     "int4_gated_any": "RoutedLayerPackedSm90<true, int4::Form<false>, 8, 4, 4, 384, false>",
     "int4_plain_any": "RoutedLayerPackedSm90<false, int4::Form<false>, 8, 4, 4, 384, false>",
 }
-# Packed GEMMs: (format and gate, tokens, consumers, stages, blocks of a stage).
+# GEMMs of separate launches: tokens, consumers, stages and blocks of a stage. Those of 16 bits have tokens, row tiles,
+# consumers and stages.
 PAIRS = {
     f"{kind}_t{sizes[0]}": f"GroupedGemmPackedSm90<{gate}, {form}, {', '.join(map(str, sizes))}>"
     for kind, gate, form, all_sizes in (
@@ -49,7 +50,11 @@ PAIRS = {
         ("int4_plain", "false", "int4::Form<false>", ((32, 2, 2, 5),)),
     )
     for sizes in all_sizes
-}
+} | {
+    f"bf16_{kind}_t{sizes[0]}": f"GroupedGemmSm90<__nv_bfloat16, {gate}, {', '.join(map(str, sizes))}>"
+    for kind, gate in (("gated", "true"), ("plain", "false"))
+    for sizes in ((16, 1, 2, 5), (64, 1, 2, 4))
+}  # fmt: skip
 LAUNCH = 1024  # what a launch adds to either of its counters
 GUARD = 3  # rows behind outputs that nobody may write
 
@@ -270,7 +275,13 @@ class Layer:
         parts = self.parts(call, tables)
         combine = parts.pop("combine")
         pair = STRUCTS["GemmPairParams"](
-            **parts, tiles=tables["tiles"].data_ptr(), tile_tokens=tile_tokens, tile_step=16, wave=grid
+            **parts,
+            tiles=tables["tiles"].data_ptr(),
+            tile_tokens=tile_tokens,
+            tile_step=16,
+            wave=grid,
+            # The maps of 16-bit weights have so many.
+            experts=self.case.experts if self.case.form == "bf16" else 0,
         )
         self.kernels.add(name, grid, pair)
         self.kernels.add("combine", 2, combine)
@@ -336,7 +347,7 @@ def test_launches_on_one_workspace(kernels: HostLayers, name: str, rng: torch.Ge
 
 def pairs_of(case: Case) -> dict[str, int]:
     """Returns the packed GEMMs of a case's weights: name -> tokens of a tile."""
-    kind = "_".join(case.kernel.split("_")[:2])
+    kind = f"{case.form}_{case.kernel.split('_')[1]}"
     return {name: int(name.rsplit("_t")[-1]) for name in PAIRS if name.startswith(f"{kind}_t")}
 
 

@@ -254,10 +254,11 @@ FILES = (
 ENTRY = r"""
 using namespace oxmoe;
 static std::vector<Launch> launches;
-static CUtensorMap map_of(const GroupedGemmParams& p, bool gated, int64_t experts, int64_t width) {
+static CUtensorMap map_of(const GroupedGemmParams& p, bool gated, int64_t experts, int64_t width, int slices = 4) {
     const int64_t rows = p.rows;
-    CUtensorMap map{p.weights, width, experts * rows, {{8, 1, 8}, {2, 8, 2}, {rows / 16, 16, 4}, {experts, rows, 1}}};
-    if (gated) map.dims = {{8, 1, 8}, {2, rows / 2, 2}, {rows / 16, 8, 4}, {experts, rows, 1}};
+    CUtensorMap map{p.weights, width, experts * rows, {}};
+    map.dims = {{8, 1, 8}, {2, 8, 2}, {rows / 16, 16, slices}, {experts, rows, 1}};
+    if (gated) map.dims = {{8, 1, 8}, {2, rows / 2, 2}, {rows / 16, 8, slices}, {experts, rows, 1}};
     return map;
 }
 template <typename Kernel>
@@ -368,6 +369,23 @@ static void add_plain(const Params* params, uint32_t grid) {
         static_assert(oxmoe::__VA_ARGS__::kSharedBytes <= 227 << 10); \
         add_plain<oxmoe::__VA_ARGS__>(p, grid); \
     }
+// Two launches of GEMMs that have tensor maps.
+template <typename Up, typename Down>
+static void add_gemms(const GemmPairParams* params, uint32_t grid) {
+    const auto add_one = [=](auto kernel, const GroupedGemmParams& p) {
+        using Kernel = typename decltype(kernel)::type;
+        const auto run = [p, map = map_of(p, Kernel::kGated, params->experts, p.k * 2, Kernel::kRows / 16)] {
+            begin(), Kernel::run(map, p), land_own();
+        };
+        launches.push_back({grid, Kernel::kThreads, run});
+    };
+    add_one(std::type_identity<Up>(), params->up), add_one(std::type_identity<Down>(), params->down);
+}
+#define GEMMS(name, element, gated, ...) \
+    extern "C" void name(const GemmPairParams* p, uint32_t grid) { \
+        using Up = GroupedGemmSm90<element, gated, __VA_ARGS__>; \
+        add_gemms<Up, GroupedGemmSm90<element, false, __VA_ARGS__>>(p, grid); \
+    }
 extern "C" void combine(const CombineParams* p, uint32_t grid) { add_plain<Combine<__nv_bfloat16>>(p, grid); }
 """
 
@@ -376,7 +394,8 @@ SCALE_BYTES = {"mxfp4": 128, "nvfp4": 256, "int4": 256}
 
 class HostLayers:
     """Compiles layers in one launch for the host. `kernels`: name -> struct of csrc/moe/, with its template's
-    arguments. `pairs`: the same of packed GEMMs. `changed`: (text of csrc/, another one) for a kernel with a fault."""
+    arguments. `pairs`: the same of GEMMs. One that is not packed runs
+    twice. `changed`: (text of csrc/, another one) for a kernel with a fault."""
 
     def __init__(
         self, folder: Path, kernels: dict[str, str], *changed: tuple[str, str], pairs: dict[str, str] | None = None
@@ -386,7 +405,9 @@ class HostLayers:
             assert text.count(old) == 1, old
             text = text.replace(old, new)
         entries = "".join(f"KERNEL({name}, {kernel})\n" for name, kernel in kernels.items())
-        entries += "".join(f"PAIR({name}, {kernel})\n" for name, kernel in (pairs or {}).items())
+        for name, kernel in (pairs or {}).items():
+            both, arguments = kernel.startswith("GroupedGemmPackedSm90<"), kernel.partition("<")[2].rstrip(">")
+            entries += f"PAIR({name}, {kernel})\n" if both else f"GEMMS({name}, {arguments})\n"
         self.library = build(folder, text, ENTRY + entries)
         self.library.run_all.restype = ctypes.c_char_p
 
