@@ -18,18 +18,19 @@ import secrets
 import socket
 import struct
 import sys
+import threading
 import time
 
 
 def mailboxes() -> list[tuple[int, str]]:
     """Returns (type of socket, address) of every mailbox on the host."""
-    found = []
+    found = {}  # Connections to a mailbox have its name, too.
     with open("/proc/net/unix") as table:
         for line in table:
             fields = line.split()
             if fields[-1].startswith("@oxmoe-"):
-                found.append((int(fields[4], 16), "\0" + fields[-1][1:]))
-    return found
+                found["\0" + fields[-1][1:]] = int(fields[4], 16)
+    return [(kind, address) for address, kind in found.items()]
 
 
 def claim(kind: int, address: str, descriptor: int) -> bool:
@@ -128,8 +129,8 @@ def main(uid: int, mode: str, text: str, seconds: float) -> None:
         for kind, address in targets * 3:
             ours, theirs = lingering(seconds)
             claim(kind, address, ours.fileno())
-            # The mailbox has the last reference now.
-            ours.close()
+            # The mailbox has the last reference now. If it took nothing, this close waits, so it has a thread.
+            threading.Thread(target=ours.close, daemon=True).start()
             kept.append(theirs)
         print("begun", flush=True)
         time.sleep(seconds)
