@@ -22,6 +22,8 @@ struct PairCounters {
     __device__ __forceinline__ void leave(int experts, int warps) {
         const int lane = threadIdx.x % 32;
         int before = 0;
+        // NOTE: lanes wait for `done` one by one. A lane that still does must not find the zeros of the last warp.
+        __syncwarp();
         if (lane == 0) before = counter::add(&ended);
         if (__shfl_sync(0xFFFFFFFF, before, 0) != warps - 1) return;
         if (lane == 0) next_unit = ended = 0;
