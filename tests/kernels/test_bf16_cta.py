@@ -1,4 +1,4 @@
-"""Whole CTAs of the 16-bit GEMMs on the host (host_hopper.py).
+"""Whole CTAs of the 16-bit GEMMs on the host (host_gemms.py).
 
 Operands are small multiples of powers of two, so fp32 sums are exact in any order. The steps after the sums have the
 kernels' bits.
@@ -29,7 +29,7 @@ from cta_operands import (
     poisoned,
     seed_of,
 )
-from host_hopper import HostGemms
+from host_gemms import HostGemms
 from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits
 

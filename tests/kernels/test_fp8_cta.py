@@ -1,4 +1,4 @@
-"""Whole CTAs of fp8's GEMMs on the host (host_hopper.py), against sums with the same rounding points.
+"""Whole CTAs of fp8's GEMMs on the host (host_gemms.py), against sums with the same rounding points.
 
 The host's wgmma adds 32 exact products and rounds to fp32, while a GPU's keeps 14 bits of them. The steps after the
 products have the kernels' bits.
@@ -28,7 +28,7 @@ from cta_operands import (
     poisoned,
     seed_of,
 )
-from host_hopper import HostGemms
+from host_gemms import HostGemms
 from oxmoe import reference
 from oxmoe.testing import Bar, assert_close_ulp, same_bits
 
