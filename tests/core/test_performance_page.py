@@ -25,11 +25,11 @@ BACKENDS = {
     "NCCL": ("NCCL + sgl_kernel norm",),
     "symmetric memory, best of two": ("torch symm one-shot + sgl_kernel norm", "torch symm two-shot + sgl_kernel norm"),
 }
-# Sections whose tables have a row for each cell, and the file and the run that each was printed from.
+# Sections whose tables have a row for each cell, and the file and the runs that each was printed from.
 LAYERS = {
-    "fp8 with 128 x 128 block scales": ("h200_fp8.jsonl", "fp8_block_2026-11-24_peers"),
-    "bf16": ("h200_bf16.jsonl", "bf16_peers_2026-11-21"),
-    "MXFP4 weights, bf16 activations": ("h200_packed.jsonl", "mxfp4_peers_2026-11-21"),
+    "fp8 with 128 x 128 block scales": ("h200_fp8.jsonl", "fp8_block_2026-11-28_peers", "fp8_block_few_2026-11-28_peers"),
+    "bf16": ("h200_bf16.jsonl", "bf16_2026-11-28_peers", "bf16_gptoss_2026-11-28_peers"),
+    "MXFP4 weights, bf16 activations": ("h200_packed.jsonl", "mxfp4_2026-11-28_peers"),
 }
 ALLREDUCE = {"All-reduce + residual + RMSNorm": ("h200_allreduce.jsonl", "allreduce_2026-11-22")}
 Times = dict[tuple[Any, ...], dict[str, dict[str, Any]]]
@@ -66,9 +66,11 @@ def number(cell: str) -> float:
 
 def rows() -> list[Any]:
     found = []
-    for section, (file, run) in {**LAYERS, **ALLREDUCE}.items():
-        assert f"`{file}`" in PAGE and f"`{run}`" in PAGE
-        cells = times(file, run)
+    for section, (file, *runs) in {**LAYERS, **ALLREDUCE}.items():
+        assert all(f"`{name}`" in PAGE for name in (file, *runs))
+        measured = [times(file, run) for run in runs]
+        cells = {key: cell for run in measured for key, cell in run.items()}
+        assert len(cells) == sum(map(len, measured)), "a cell is in two runs of a section"
         for row in table(section):
             key = (row["layer"].split(" (")[0], int(row["M"])) if "layer" in row else (row["tokens x hidden"],)
             found.append(pytest.param(row, cells[key], id=" ".join(map(str, key))))
