@@ -987,13 +987,17 @@ def explain(
     gated: bool = True,
     arch: str | None = None,
     routing: Literal["logits", "ids"] | None = None,
+    num_expert_group: int = 0,
+    correction_bias: bool = False,
 ) -> str:
     """Returns the plan for a shape as text: kernels, tiles, warps, stages, grids, shared memory, workspace, and the
     roofline floor.
 
     format: a name as ExpertWeights.format has it. "f32" has no kernels on GPUs.
-    routing: "logits" for a call from router logits, whose router has neither bias nor groups, and "ids" for a call with
-        given topk_ids. The default is the plan from logits, and the launches that are different with ids.
+    routing: "logits" for a call from router logits, and "ids" for a call with given topk_ids. The default is the plan
+        from logits, and the launches that are different with ids.
+    num_expert_group, correction_bias: the router's groups, and whether it has a bias, as in `moe`. "ids" refuses them,
+        because such a call has no router.
     arch: "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121" or "cpu". The
         default is this machine's first GPU, or else the CPU.
     """

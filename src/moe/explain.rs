@@ -2,6 +2,7 @@
 
 use super::call::require_countable;
 use super::plan::{self, routing::Logits, CallDesc, Routed, Source, Workspace};
+use super::topk::require_groups;
 use super::weights::ExpertWeights;
 use super::MAX_TOP_K;
 use crate::contract;
@@ -93,7 +94,8 @@ fn described(
 #[doc = crate::help!("explain")]
 #[pyfunction(crate = "crate::python")]
 #[allow(clippy::too_many_arguments)] // keyword arguments of Python
-#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None, routing=None))]
+#[pyo3(signature = (num_experts, top_k, hidden_size, intermediate_size, num_tokens, *, format="bf16", gated=true, arch=None, routing=None, num_expert_group=0,
+    correction_bias=false))]
 pub fn explain(
     num_experts: i64,
     top_k: i64,
@@ -104,16 +106,27 @@ pub fn explain(
     gated: bool,
     arch: Option<&str>,
     routing: Option<&str>,
+    num_expert_group: i64,
+    correction_bias: bool,
 ) -> PyResult<String> {
     guard(|| {
         let layer = described((num_experts, top_k, hidden_size, intermediate_size), num_tokens, format, gated)?;
         if top_k > num_experts {
             contract!("top_k: expected 1 to {num_experts}, got {top_k}");
         }
+        require_groups(num_expert_group, num_experts)?;
+        if routing == Some("ids") && (num_expert_group != 0 || correction_bias) {
+            let option = if correction_bias { "correction_bias" } else { "num_expert_group" };
+            contract!(
+                "{option}: a call with given ids has no router; expected routing \"logits\" or None, got \"ids\""
+            );
+        }
         let call = |logits| {
             CallDesc::new(layer, Source::Routed(Routed { tokens: num_tokens, top_k, logits, routes_inside: true }))
         };
-        let of_logits = call(Some(Logits { experts: num_experts as u32, groups: 1, plain: true }));
+        let groups = num_expert_group.max(1) as u32;
+        let plain = groups == 1 && !correction_bias;
+        let of_logits = call(Some(Logits { experts: num_experts as u32, groups, plain }));
         let device = match arch {
             Some("cpu") => None,
             Some(name) => match Arch::parse(name) {

@@ -60,6 +60,14 @@ const MAX_GROUPS: i64 = 32;
 const MAX_TOKENS: i64 = 1 << 30;
 const SCORINGS: &str = "\"softmax\", \"sigmoid\", \"sqrtsoftplus\", \"softmax_topk\" or \"identity\"";
 
+/// An error for a number of groups into which these experts cannot be divided. 0 stands for no groups.
+pub fn require_groups(groups: i64, experts: i64) -> Result<()> {
+    if groups != 0 && (!(1..=MAX_GROUPS).contains(&groups) || experts % groups != 0) {
+        contract!("num_expert_group: expected 0 or a divisor of {experts} experts up to {MAX_GROUPS}, got {groups}");
+    }
+    Ok(())
+}
+
 impl Selection<'_> {
     /// The description of the logits, from which the routing plan is made.
     pub fn logits(&self, select: &SelectParams) -> Logits {
@@ -169,11 +177,7 @@ impl Selection<'_> {
             }
             return Ok(GroupScore::None);
         }
-        if !(1..=MAX_GROUPS).contains(&groups) || experts % groups != 0 {
-            contract!(
-                "num_expert_group: expected 0 or a divisor of {experts} experts up to {MAX_GROUPS}, got {groups}"
-            );
-        }
+        require_groups(groups, experts)?;
         if !(1..=groups).contains(&self.topk_group) {
             contract!("topk_group: expected 1 to {groups} (num_expert_group), got {}", self.topk_group);
         }

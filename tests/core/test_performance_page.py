@@ -27,7 +27,11 @@ BACKENDS = {
 }
 # Sections whose tables have a row for each cell, and the file and the runs that each was printed from.
 LAYERS = {
-    "fp8 with 128 x 128 block scales": ("h200_fp8.jsonl", "fp8_block_2026-11-28_peers", "fp8_block_few_2026-11-28_peers"),
+    "fp8 with 128 x 128 block scales": (
+        "h200_fp8.jsonl",
+        "fp8_block_2026-11-28_peers",
+        "fp8_block_few_2026-11-28_peers",
+    ),
     "bf16": ("h200_bf16.jsonl", "bf16_2026-11-28_peers", "bf16_gptoss_2026-11-28_peers"),
     "MXFP4 weights, bf16 activations": ("h200_packed.jsonl", "mxfp4_2026-11-28_peers"),
 }

@@ -104,6 +104,23 @@ def test_launches_are_what_explain_prints(recorded: tuple[int, list[dict[str, An
         assert made == plan
 
 
+def test_routers_are_what_explain_prints(run: Run, capability: int) -> None:
+    """The launches of a router with groups, a bias or both are those that `explain` prints for it."""
+    layers = [
+        {"experts": 64, "top_k": 8, "hidden": 2048, "intermediate": 512, "tokens": [1, 40, 600]},
+        {"experts": 256, "top_k": 8, "hidden": 1024, "intermediate": 256, "dtype": "float16", "tokens": [4, 300]},
+    ]
+    routers = ["logits", "groups", "bias", "both"]
+    results = run(capability, "sequences", {"layers": layers, "arch": f"sm_{capability}", "routings": routers})
+    kernels: dict[str, set[str]] = {name: set() for name in routers}
+    for result in results:
+        plan, made = planned(result["explain_by_arch"]), [asked(launch) for launch in launches(result["records"])]
+        assert plan and made == plan == planned(result["explain"]), (result["layer"], result["tokens"])
+        kernels[result["routing"]] |= {launch["kernel"] for launch in launches(result["records"])}
+    chosen = {name: {kernel for kernel in found if kernel.endswith("_any")} for name, found in kernels.items()}
+    assert not chosen["logits"] and chosen["groups"] and chosen["bias"] and chosen["both"]
+
+
 def test_stats_count_every_launch(recorded: tuple[int, list[dict[str, Any]]]) -> None:
     for result in recorded[1]:
         made = Counter(launch["kernel"] for launch in launches(result["records"]))

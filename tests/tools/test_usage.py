@@ -64,6 +64,9 @@ NUMBERS = [
     ("explain --tokens -1", "--tokens: expected a whole number from 0 to 16777216, got '-1'"),
     ("explain --experts 8 --top-k 9 --hidden 64 --intermediate 64", "top_k: expected 1 to 8, got 9"),
     ("explain --experts 8 --hidden 64", "needed: --layer, or --top-k, --intermediate"),
+    ("explain --layer dsv3-tp8 --groups 7", "num_expert_group: expected 0 or a divisor of 256 experts up to 32, got 7"),
+    ("explain --layer dsv3-tp8 --groups 8 --routing ids", "num_expert_group: a call with given ids has no router"),
+    ("explain --layer dsv3-tp8 --bias --routing ids", "correction_bias: a call with given ids has no router"),
     ("explain --layer nothing", "unknown layer nothing; known: qwen3-30b-a3b, "),
     ("explain --layer qwen3-30b-a3b --format fp9", "unknown format fp9; known: bf16, "),
     ("explain --layer qwen3-30b-a3b --arch sm_95", "one of sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110"),
@@ -216,6 +219,18 @@ def test_explain_takes_one_routing(capsys: pytest.CaptureFixture[str]) -> None:
     message = 'routing: expected "logits", "ids" or None for both, got "topk"'
     with pytest.raises(ValueError, match=message):
         oxmoe.explain(128, 8, 2048, 768, 64, routing="topk")  # type: ignore[arg-type]
+
+
+def test_explain_takes_a_router(capsys: pytest.CaptureFixture[str]) -> None:
+    """DeepSeek-V3's router has 8 groups and a bias."""
+    options: dict[str, Any] = {"format": "fp8_block", "arch": "sm_90"}
+    arguments = ["--layer", "dsv3-tp8", "--format", "fp8_block", "--tokens", "64", "--arch", "sm_90"]
+    assert __main__.main(["explain", *arguments, "--groups", "8", "--bias"]) == 0
+    plan = oxmoe.explain(256, 8, 7168, 256, 64, num_expert_group=8, correction_bias=True, **options)
+    assert capsys.readouterr().out == plan
+    plain = oxmoe.explain(256, 8, 7168, 256, 64, **options)
+    assert launches_of(plan) == ["route_e8_any", *launches_of(plain)[1:]] and launches_of(plain)[0] == "route_e8"
+    assert launches_of(oxmoe.explain(256, 8, 7168, 256, 64, num_expert_group=1, **options)) == launches_of(plain)
 
 
 def test_explain_knows_every_layer_of_the_bench() -> None:

@@ -44,12 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("logits", "ids"),
         help="from router logits, or with given ids (default: from logits, and what is different with ids)",
     )
+    parser.add_argument(
+        "--groups",
+        type=whole(1, 32),
+        default=0,
+        help="groups of experts of the router, as DeepSeek-V3's 8 (default: none)",
+    )
+    parser.add_argument("--bias", action="store_true", help="the router has a correction bias")
     parser.add_argument("--plain", action="store_true", help="without a gate: w13 has the up rows alone")
 
 
 def run(args: argparse.Namespace) -> int:
     experts, top_k, hidden, intermediate = shape(args)
     options = {"format": weights(args), "gated": not args.plain, "arch": args.arch, "routing": args.routing}
+    options |= {"num_expert_group": args.groups, "correction_bias": args.bias}
     try:
         plans = [oxmoe.explain(experts, top_k, hidden, intermediate, count, **options) for count in args.tokens]
     except (ValueError, NotImplementedError) as error:

@@ -22,6 +22,14 @@ import oxmoe._oxmoe as oxmoe  # noqa: E402
 
 install_torch()
 
+# Routers of calls from logits: what `explain` takes of them.
+ROUTERS = {
+    "logits": {},
+    "groups": {"num_expert_group": 8},
+    "bias": {"correction_bias": True},
+    "both": {"num_expert_group": 8, "correction_bias": True},
+}
+
 
 class Layer:
     """The operands of one layer and its calls."""
@@ -58,8 +66,13 @@ class Layer:
         self.tensors["out"] = self.tensor((tokens, hidden), self.dtype)
         self.tensors["workspace"] = self.tensor((oxmoe.workspace_bytes(self.weights, tokens, top_k),), "uint8")
         options |= {"out": self.tensors["out"], "workspace": self.tensors["workspace"]}
-        if routing == "logits":
+        if routing in ROUTERS:
             self.tensors["router_logits"] = logits = self.tensor((tokens, experts), "float32")
+            options |= ROUTERS[routing]
+            if "num_expert_group" in options:
+                options["topk_group"] = 2
+            if "correction_bias" in options:
+                self.tensors["correction_bias"] = options["correction_bias"] = self.tensor((experts,), "float32")
             return oxmoe.moe(x, self.weights, router_logits=logits, top_k=top_k, **options)
         self.tensors["topk_weights"] = self.tensor((tokens, top_k), "float32")
         self.tensors["topk_ids"] = self.tensor((tokens, top_k), routing)
@@ -67,8 +80,9 @@ class Layer:
 
     def explain(self, tokens, routing, arch=None):
         name = "bf16" if self.dtype == "bfloat16" else "f16"
-        source = "logits" if routing == "logits" else "ids"
-        return oxmoe.explain(*self.shape, tokens, format=name, gated=self.gated, arch=arch, routing=source)
+        source = "logits" if routing in ROUTERS else "ids"
+        options = {"arch": arch, "routing": source, **ROUTERS.get(routing, {})}
+        return oxmoe.explain(*self.shape, tokens, format=name, gated=self.gated, **options)
 
     def addresses(self):
         return {name: tensor.address for name, tensor in self.tensors.items()}
