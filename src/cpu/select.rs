@@ -15,7 +15,7 @@ const SOFTPLUS_THRESHOLD: f32 = 20.0;
 /// Tokens that one task takes: a token costs well under a microsecond.
 const TOKENS_PER_TASK: usize = 16;
 
-/// Chooses the experts of every token, all arithmetic in fp32. csrc/moe/select.cuh and python/oxmoe/reference.py have the same rules.
+/// Chooses the experts of every token, all arithmetic in fp32. csrc/moe/select.cuh and python/oxmoe/reference/routing.py have the same rules.
 ///
 /// - Order: choices compare as numbers, `-0 == +0`, every NaN equal and above `+inf`; equal choices go to the lower id.
 ///   Columns are best first.

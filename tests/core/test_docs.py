@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -327,6 +328,16 @@ def rows(page: Path) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@every_page
+def test_tables_are_whole(page: Path) -> None:
+    """A blank line ends a table, and the rows after it would be shown as text."""
+    for table in re.findall(r"(?:^ *\|.*\n)+", prose(page), re.M):
+        head, *others = table.splitlines()
+        assert others and re.fullmatch(r"[|\s:-]+", others[0]), head
+        cells = {re.sub(r"`[^`]*`|\\\|", "", line).strip().count("|") for line in (head, *others)}
+        assert len(cells) == 1, f"rows of several lengths below {head}"
+
+
 def test_every_environment_variable_is_listed() -> None:
     places = [*SOURCES, ROOT / "Makefile", ROOT / ".ci" / "run"]
     found = {name for path in places for name in re.findall(r"\bOXMOE_[A-Z_]+\b", path.read_text(encoding="utf-8"))}
@@ -358,22 +369,75 @@ def messages() -> list[str]:
     ]
 
 
-def plain(path: Path) -> str:
-    """Returns a source in which literals of several lines are one piece, without the quotes' escapes."""
-    text = re.sub(r'"\s*\n\s*f?"', "", path.read_text(encoding="utf-8"))
-    return re.sub(r"\\\n\s*", "", text).replace('\\"', '"')
+def python_literals(text: str) -> str:
+    """Returns the strings of a Python source one a line, without docstrings and comments. `...` stands for values."""
+    found, inside = [], set()
+    for node in ast.walk(ast.parse(text)):
+        if id(node) in inside:
+            continue
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            inside.add(id(node.value))
+        elif isinstance(node, ast.JoinedStr):
+            inside.update(map(id, node.values))
+            found.append("".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return "\n".join(found)
 
 
-MESSAGES = [plain(path) for path in SOURCES if path.relative_to(ROOT).parts[0] in ("python", "src", "build.rs")]
+# Comments and characters come first, because both may have a quote.
+RUST_LITERAL = re.compile(r"""//[^\n]*|b?'(?:\\.|[^'\\])'|r\#"(.*?)"\#|"((?:\\.|[^"\\])*)\"""", re.S)
+
+
+def rust_literals(text: str) -> str:
+    """Returns the strings of a Rust source one a line, without comments and tests."""
+    code = text.partition("#[cfg(test)]\nmod tests {")[0]
+    found = (raw or re.sub(r"\\\n\s*", "", literal) for raw, literal in RUST_LITERAL.findall(code))
+    return "\n".join(literal.replace('\\"', '"') for literal in found if literal)
+
+
+# The strings of each file that can end up in a message. Those of tests do not count.
+MESSAGES = [
+    (rust_literals if path.suffix == ".rs" else python_literals)(path.read_text(encoding="utf-8"))
+    for path in SOURCES
+    if path.relative_to(ROOT).parts[0] in ("python", "src", "build.rs")
+    and path.suffix in (".py", ".rs")
+    and "tests" not in path.with_suffix("").parts
+]
+
+
+def parts_of(message: str) -> list[str]:
+    """Returns the parts of a message between what differs from case to case."""
+    parts = [part.strip(" .,") for part in re.split(r"\.\.\.|[;:] ", message)]
+    return [part for part in parts if re.search(r"\w", part)]
 
 
 @pytest.mark.parametrize("message", messages())
 def test_messages_are_those_of_the_sources(message: str) -> None:
-    """The parts of a message, between what differs from case to case, stand in one source."""
-    parts = [part.strip(" .,") for part in re.split(r"\.\.\.|[;:] ", message)]
-    parts = [part for part in parts if re.search(r"\w", part)]
+    """The parts of a message stand in strings of one source."""
+    parts = parts_of(message)
     assert sum(map(len, parts)) >= 8, "too little to be found by"
     assert any(all(part in text for part in parts) for text in MESSAGES), parts
+
+
+def test_what_counts_as_a_message() -> None:
+    python = '''"""A docstring."""
+name = "first"  # a comment
+raise ValueError(
+    f"second: {name!r} of "
+    f"{name}; 'third'"
+)
+'''
+    assert python_literals(python).splitlines() == ["first", "second: ... of ...; 'third'"]
+    rust = r"""
+// A "comment".
+fn f(quote: char) { g('"', b'\'', "one \
+      and \"two\"", r#"three"#) } /// "help"
+#[cfg(test)]
+mod tests { const NOT: &str = "four"; }
+"""
+    assert rust_literals(rust).splitlines() == ['one and "two"', "three"]
+    assert parts_of("...: a; b is ..., c") == ["a", "b is", "c"]
 
 
 def test_there_are_messages() -> None:
