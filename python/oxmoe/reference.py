@@ -36,7 +36,7 @@ def split_rows(rows: Tensor, layout: str) -> tuple[Tensor, Tensor]:
     raise ValueError(f"layout: unknown {layout!r}")
 
 
-def _number(value: Tensor | float) -> Tensor | float:
+def _number(value: float) -> float:
     """Returns an integer as a float, because torch takes no integers of more than 64 bits."""
     return float(value) if isinstance(value, int) else value
 
