@@ -179,7 +179,7 @@ class _Experts:
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, FusedMoE):
             return linear.method(self.others(layer, prefix))
-        return self.unquantized() if self.is_layer_excluded(prefix) else self.experts(layer, prefix)  # type: ignore
+        return self.unquantized() if self.is_layer_excluded(prefix) else self.experts(layer, prefix)  # type: ignore[attr-defined]
 
     def others(self, layer: torch.nn.Module, prefix: str) -> Any:
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]

@@ -90,7 +90,8 @@ def load_format() -> tuple[str, str]:
 
     def of(arguments: Any) -> tuple[str, str]:
         backend = getattr(arguments, "remote_instance_weight_loader_backend", "")
-        return tuple(str(getattr(name, "value", name) or "") for name in (arguments.load_format, backend))  # type: ignore
+        loader, source = (str(getattr(name, "value", name) or "") for name in (arguments.load_format, backend))
+        return loader, source
 
     return read(lambda context: of(context.get_model()), of) or ("", "")
 
