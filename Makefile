@@ -167,7 +167,8 @@ lint: $(LINT)/.made ## formatting and lints of all three languages
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
 
-stubs: install ## _oxmoe.pyi against the module
+stubs: install ## types of the package, and _oxmoe.pyi against the module
+	$(BIN)/python -m mypy
 	$(BIN)/python -m mypy.stubtest oxmoe._oxmoe --concise --allowlist tests/stub_exceptions.txt
 
 fmt: $(LINT)/.made ## format everything

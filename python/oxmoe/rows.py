@@ -111,7 +111,7 @@ def moe_contiguous(
             workspace=workspace,
         )
     ones = _ones(m_indices, x)
-    given = {"x_scale": x_scale, "out": out, "workspace": workspace}
+    given: dict[str, Any] = {"x_scale": x_scale, "out": out, "workspace": workspace}
     if tracing():
         return moe(x, weights, ones, m_indices[:, None], **given)
     try:

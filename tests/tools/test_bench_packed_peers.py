@@ -488,8 +488,8 @@ def marlin_stand_in(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> list[tup
         prepare_moe_mxfp4_layer_for_marlin=prepare_mxfp4,
         prepare_moe_nvfp4_layer_for_marlin=prepare_nvfp4,
     )
-    sys.modules[quantization] = SimpleNamespace(marlin_utils_fp4=sys.modules[f"{quantization}.marlin_utils_fp4"])
-    monkeypatch.setitem(sys.modules, quantization, sys.modules[quantization])
+    package = SimpleNamespace(marlin_utils_fp4=sys.modules[f"{quantization}.marlin_utils_fp4"])
+    monkeypatch.setitem(sys.modules, quantization, package)
     module(
         monkeypatch,
         "sglang.srt.hardware_backend.gpu.quantization.gptq_kernels",

@@ -217,7 +217,7 @@ class FunctionLink:
 
     def _gather(self, data: bytes, end: float) -> list[bytes]:
         results: list[Any] = []
-        cuda = getattr(sys.modules.get("torch"), "cuda", None)
+        cuda: Any = getattr(sys.modules.get("torch"), "cuda", None)
         # A thread begins with GPU 0 as its current one, which a function of NCCL's would take.
         current = cuda.current_device() if cuda is not None and cuda.is_initialized() else None
 

@@ -88,8 +88,8 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
     """Frees the workspace's memory. workspace: the first or the second value that
     trtllm_create_ipc_workspace_for_all_reduce_fusion returned. flashinfer's callers pass the first one."""
     if isinstance(workspace, _Handles):
-        workspace, handles = workspace.workspace or [], workspace
-        handles.workspace = None
+        handles = workspace
+        workspace, handles.workspace = handles.workspace or [], None
     if isinstance(workspace, AllReduceFusionWorkspace):
         workspace.destroy()
     elif workspace != []:

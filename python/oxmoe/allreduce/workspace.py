@@ -292,8 +292,8 @@ def _dtype_name(dtype: Any) -> str:
     return name
 
 
-def _checked_deadline(deadline: float) -> float:
-    if not isinstance(deadline, numbers.Real) or not 0 < deadline < float("inf"):
+def _checked_deadline(deadline: Any) -> float:
+    if not isinstance(deadline, numbers.Real) or not 0 < deadline < float("inf"):  # type: ignore[operator]
         raise ValueError(f"deadline: expected a positive number of seconds, got {deadline!r}")
     return float(deadline)
 

@@ -361,8 +361,8 @@ class Experts(drawn.Experts):
         return reference.int4_weights(self.codes[expert], self.scales[expert], zeros)
 
     def weights(self, w2: Experts, **options: Any) -> ExpertWeights:
-        zeros = {"w13_zeros": self.zeros, "w2_zeros": w2.zeros}
-        return ExpertWeights.int4(self.codes, w2.codes, self.scales, w2.scales, **zeros, **options)
+        options |= {"w13_zeros": self.zeros, "w2_zeros": w2.zeros}
+        return ExpertWeights.int4(self.codes, w2.codes, self.scales, w2.scales, **options)
 
 
 def _draw(experts: int, rows: int, columns: int, device: str, *, group: int, has_zeros: bool) -> Experts:

@@ -203,13 +203,12 @@ def fp4_quantize(
     if input.dtype == torch.float8_e4m3fn:
         scale = torch.ones((), dtype=torch.float32, device=input.device) if global_scale is None else global_scale
         input = (input.float() * (6 * scale if is_global_scale_inversed else 6 / scale)).half()
-    layout = ("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear"
     codes, scales = quantize_nvfp4(
         input.reshape(1, math.prod(input.shape[:-1]), columns),
         global_scale,
         block=sf_vec_size,
         scale_dtype="e8m0" if sf_use_ue8m0 else "e4m3",
-        scale_layout=layout,
+        scale_layout=("8x4" if is_sf_8x4_layout else "128x4") if is_sf_swizzled_layout else "linear",
         inverse=is_global_scale_inversed,
     )
     codes, scales = codes.view(*input.shape[:-1], columns // 2), scales[0]

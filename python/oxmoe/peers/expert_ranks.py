@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import TypedDict
+
     from torch import Tensor
+
+    class Ranks(TypedDict, total=False):
+        """Options of `moe` that say which of all experts are held here."""
+
+        ep_size: int
+        ep_rank: int
 
 
 def check_part(num_experts: int, local_expert_offset: int, num_local_experts: int, name: str) -> None:
@@ -24,7 +32,7 @@ def check_part(num_experts: int, local_expert_offset: int, num_local_experts: in
 
 def by_rank(
     topk_ids: Tensor, num_experts: int, local_expert_offset: int, num_local_experts: int
-) -> tuple[Tensor, dict[str, int]]:
+) -> tuple[Tensor, Ranks]:
     """Returns ids and options of `moe` for a rank that holds num_local_experts from local_expert_offset on. Where ranks
     are no equal parts of the experts, the ids are made local ones, in a few operations of torch."""
     num_experts, offset, local = int(num_experts), int(local_expert_offset), int(num_local_experts)

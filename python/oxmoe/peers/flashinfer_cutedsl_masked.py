@@ -88,7 +88,7 @@ def flashinfer_cutedsl_moe_masked(
             input_global_scale=1.0 if input_global_scale is None else input_global_scale,
             a2_global_scale=a2_global_scale,
             scale_layout="swizzled",
-            activation=activation,
+            activation=activation,  # type: ignore[arg-type]
         )
 
     if w1.is_cuda:

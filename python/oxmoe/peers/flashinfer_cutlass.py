@@ -241,12 +241,13 @@ def cutlass_fused_moe(
                 f"output_dtype: no kernel for {name_of(output_dtype)} of {name_of(input.dtype)} input; expected {made}"
             )
         workspace = None if workspace_buffer is None else workspace_of(workspace_buffer, input)
-        options = {"ep_size": ep_size, "ep_rank": ep_rank, "x_scale": x_scale, "out": output, "workspace": workspace}
+        options: dict[str, Any] = {"ep_size": ep_size, "ep_rank": ep_rank, "x_scale": x_scale, "out": output}
+        options["workspace"] = workspace
         of_tokens = token_final_scales, token_selected_experts
         if weights is None:
             assert fc1_expert_weights is not None and fc2_expert_weights is not None
-            others = (fc1_expert_biases, fc2_expert_biases, swiglu_alpha, swiglu_beta, swiglu_limit)
-            others += (situ_beta, situ_linear_beta)
+            biases = fc1_expert_biases, fc2_expert_biases
+            others = (*biases, swiglu_alpha, swiglu_beta, swiglu_limit, situ_beta, situ_linear_beta)
             blocks = fc1_expert_weights, fc2_expert_weights, list(quant_scales or ())
             if format in AS_THEY_LIE:
                 of_weights = Activations(activation, *others).options(tp_rank, once=False)

@@ -121,8 +121,9 @@ def format_of(
         "use_packed_weights": use_packed_weights,
     }
     given = [name for name, is_set in flags.items() if is_set]
+    needed: list[str] = []
     if dtype in _PLAIN:
-        format, needed = _PLAIN[dtype], []
+        format = _PLAIN[dtype]
     elif dtype == "float8_e4m3fn":
         format, needed = next(
             (
@@ -140,7 +141,7 @@ def format_of(
     elif dtype in PACKED and use_w4_group_scaling:
         format, needed = "mxfp4", ["use_w4_group_scaling"]
     elif dtype in PACKED and scales == 6:
-        format, needed = "nvfp4", []
+        format = "nvfp4"
     else:
         given_scales = f"{scales} quant_scales" if scales else "no quant_scales"
         raise NotImplementedError(
@@ -241,7 +242,7 @@ def prepared(
         (w13, w13_scale), (w2, w2_scale) = (
             quantize.deinterleave_sm90_mxfp4(codes.view(torch.uint8), scale.view(torch.uint8)) for codes, scale in pairs
         )
-        return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, dtype=dtype, hidden_size=hidden_size, **options)  # type: ignore[arg-type]
+        return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, dtype=dtype, hidden_size=hidden_size, **options)
     if dtype != "bf16" and (format == "mxfp8" or fc1.is_cuda):
         raise NotImplementedError(f"output_dtype: no {format} kernel for {dtype}; served is torch.bfloat16")
     if format == "mxfp8":
@@ -254,19 +255,23 @@ def prepared(
         ]
         return ExpertWeights.mxfp8(*codes, *blocks, hidden_size=hidden_size, **options)
     of_input, fc1_blocks, fc1_dequant, of_hidden, fc2_blocks, fc2_dequant = quant_scales
-    codes = [weights.view(torch.uint8) for weights in (fc1, fc2)]
+    w13, w2 = (weights.view(torch.uint8) for weights in (fc1, fc2))
     if not fc1.is_cuda:
-        codes = [weights.clone() for weights in codes]
-    blocks = [scale.view(torch.uint8).view(torch.float8_e4m3fn).clone() for scale in (fc1_blocks, fc2_blocks)]
+        w13, w2 = w13.clone(), w2.clone()
+    w13_scale, w2_scale = (
+        scale.view(torch.uint8).view(torch.float8_e4m3fn).clone() for scale in (fc1_blocks, fc2_blocks)
+    )
     return ExpertWeights.nvfp4(
-        *codes,
-        *blocks,
+        w13,
+        w2,
+        w13_scale,
+        w2_scale,
         _one_or_experts(fc1_dequant),
         _one_or_experts(fc2_dequant),
         input_global_scale=_one_or_experts(of_input),
         a2_global_scale=_one_or_experts(of_hidden),
         scale_layout="swizzled",
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype=dtype,
         **options,
     )
 

@@ -82,7 +82,7 @@ def prepared(
         s13, options = _with_rows(s13, rows * largest, options)
         of_outputs = of_outputs / largest
     s2 = _times(s2, of_outputs[:, None, None], hidden_groups)
-    made = ExpertWeights.int4(w13, w2, s13, s2, dtype=dtype, **options)  # type: ignore[arg-type]
+    made = ExpertWeights.int4(w13, w2, s13, s2, dtype=dtype, **options)
     return made if input_scale is None else InputScaledExperts(made, input_scale.float())
 
 

@@ -169,7 +169,7 @@ def cute_dsl_fused_moe_bf16(
         w13: Any = cache.get((w1_weight,), (), ("up_gate",), lambda: _in_order(w1_weight)) if gated else w1_weight
         ids, ranks = by_rank(token_selected_experts, num_experts, local_expert_offset, local)
         operands = (x, w13, w2_weight, token_final_scales, ids)
-        return _oxmoe.moe_tensors(*operands, out=moe_output, **options, **ranks)
+        return _oxmoe.moe_tensors(*operands, out=moe_output, **options | ranks)
     except WRONG_TYPES as error:
         name_argument(error, cute_dsl_fused_moe_bf16, locals())
         raise

@@ -250,9 +250,8 @@ def _run(
                 f"{function}: under torch.compile do_finalize=False and sizes of padded weights need weights="
             )
         return _traced_layer(*operands, **form, **of_experts, **routing, out=output)
-    if sizes is not None:
-        form["sizes"] = sizes
-    return layer(*operands, **form, **of_experts, **routing, out=output, workspace_buffer=workspace_buffer)
+    options = {**form, **of_experts, **routing}
+    return layer(*operands, **options, sizes=sizes, out=output, workspace_buffer=workspace_buffer)
 
 
 def layer(
@@ -322,7 +321,7 @@ def _weights(
     if sizes is not None:
         form |= {"valid_hidden_size": sizes[0], "valid_intermediate_size": sizes[1]}
     return cache.get(
-        gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form, **options)
+        gemms, others, tuple(form.values()), lambda: prepare_trtllm_fp8_block_scale_moe(*gemms, **form | options)
     )
 
 

@@ -306,7 +306,7 @@ def _bf16(
     intermediate_size: int,
 ) -> Any:
     options = dict(zip(("gemm1_alpha", "gemm1_beta", "gemm1_clamp_limit"), numbers, strict=True))
-    form = {"use_shuffled_weight": bool(use_shuffled_weight), "weight_layout": int(weight_layout)}
+    form: dict[str, Any] = {"use_shuffled_weight": bool(use_shuffled_weight), "weight_layout": int(weight_layout)}
     form["activation_type"] = activation_of(activation_type)
     return layer(
         function, routing, hidden_states, None, weights, prepare_trtllm_bf16_moe, (gemm1_weights, gemm2_weights),

@@ -221,8 +221,10 @@ def of_local_experts(
     experts, logits choose in a launch of their own."""
     check_part(num_experts, local_expert_offset, local_num_experts, "local_num_experts")
     if num_experts % local_num_experts == 0 and local_expert_offset % local_num_experts == 0:
-        ranks = {"ep_size": num_experts // local_num_experts, "ep_rank": local_expert_offset // local_num_experts}
-        return routing | ranks
+        return routing | {
+            "ep_size": num_experts // local_num_experts,
+            "ep_rank": local_expert_offset // local_num_experts,
+        }
     if "router_logits" in routing:
         kept = {name: routing[name] for name in _AFTER_ROUTING if name in routing}
         options = {name: value for name, value in routing.items() if name not in kept}
@@ -282,7 +284,7 @@ def fused_topk_deepseek(
             _check_record(routing_replay_out, shape)
             outputs["routing_replay_out"] = routing_replay_out
         check_outputs(scores.device, **outputs)
-        groups = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
+        groups: dict[str, Any] = {"num_expert_group": n_group, "topk_group": topk_group} if n_group > 1 else {}
         values, ids = _choose(
             scores,
             topk,

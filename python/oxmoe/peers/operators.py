@@ -80,8 +80,8 @@ define("trtllm_fp8_layer", f"({_LAYER}) -> Tensor", _trtllm_fp8, _fake_trtllm_fp
 define("trtllm_fp8_layer.out", f"({_LAYER}, Tensor(a!) out) -> ()", into_out(_trtllm_fp8), fake_nothing)
 
 
-def _cutedsl(x: Tensor, scales: Tensor | None, *operands: Any, activation: str = "silu") -> Tensor:
-    return flashinfer_cutedsl_masked.flashinfer_cutedsl_moe_masked((x, scales), *operands, activation=activation)
+def _cutedsl(x: Tensor, scales: Tensor | None, *operands: Any, **options: Any) -> Tensor:
+    return flashinfer_cutedsl_masked.flashinfer_cutedsl_moe_masked((x, scales), *operands, **options)
 
 
 def _fake_cutedsl(x: Tensor, scales: Tensor | None, *operands: Any, activation: str = "silu") -> Tensor:

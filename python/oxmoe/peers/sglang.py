@@ -42,7 +42,7 @@ def _unknown_fields(kind: type) -> tuple[tuple[str, Any], ...]:
 def check_config(config: Any) -> None:
     """Raises NotImplementedError if a MoeRunnerConfig sets a field that oxmoe does not know, because the field may
     change what a layer computes."""
-    for name, default in _unknown_fields(type(config)):
+    for name, default in _unknown_fields(type(config)):  # type: ignore[arg-type]
         value = getattr(config, name)
         unset = value is default or (default is MISSING and (value is None or value is False))
         # NOTE: tensors are not compared, because their comparison has no single truth value.

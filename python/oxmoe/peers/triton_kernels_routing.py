@@ -113,8 +113,14 @@ def _choose(
     if isinstance(n_rows, int):
         n_rows = logits.new_full((), max(0, min(n_rows, logits.shape[0])), dtype=torch.int32)
     if expt_indx is None:
-        scoring = "identity" if sm_first else "softmax_topk"
-        return topk(values, top_k, scoring_func=scoring, renormalize=False, num_token_non_padded=n_rows, order="id")
+        return topk(
+            values,
+            top_k,
+            scoring_func="identity" if sm_first else "softmax_topk",
+            renormalize=False,
+            num_token_non_padded=n_rows,
+            order="id",
+        )
     check_tensor("expt_indx", expt_indx)
     if expt_indx.shape != (logits.shape[0], top_k):
         raise ValueError(f'expt_indx: dimension 1 "n_expts_act": expected {top_k}, got shape {tuple(expt_indx.shape)}')
@@ -189,7 +195,7 @@ def routing(
         experts //= simulated_ep
         if simulated_ep > 1:
             weights, ids = _first_rank(weights, ids, experts)
-        gate_dtype = str(logits.dtype).rpartition(".")[2]
+        gate_dtype: Any = str(logits.dtype).rpartition(".")[2]
         gate_scal, histogram, offsets, combine_indx, dispatch_indx, block_offs, block_schedule = routing_tables(
             weights.contiguous(), ids.contiguous(), experts, gate_dtype=gate_dtype
         )

@@ -91,7 +91,7 @@ def _is_zero(output: Any) -> bool:
 def forget() -> None:
     """Forgets all layers."""
     for of_layers in (_known, _watched, _told):
-        of_layers.clear()  # type: ignore[attr-defined]
+        of_layers.clear()
 
 
 def layer_of(config: Any) -> Any:

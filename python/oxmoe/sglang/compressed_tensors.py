@@ -83,7 +83,7 @@ class OxmoeCompressedNvfp4MoEMethod(OxmoeCompressedTensorsMoEMethod):
 
     sized_as = "nvfp4"
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
         return ExpertWeights.nvfp4(
             layer.w13_weight_packed.data,
             layer.w2_weight_packed.data,

@@ -31,7 +31,7 @@ class _Parameters(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -104,7 +104,7 @@ def _view_scales(layer: torch.nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.view(dtype)
 
 
-def _loader(layer: torch.nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
+def _loader(layer: Any, load: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load`, SGLang's weight_loader, so that the parameters keep the numbers of the tensors."""
 
     def weight_loader(param: Any, loaded_weight: Tensor, *arguments: Any, **named: Any) -> Any:

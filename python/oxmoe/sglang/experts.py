@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from oxmoe.sglang import calls, deepep, server, symmetric
 from oxmoe.sglang.dispatch import STANDARD
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
 from oxmoe.weights import expert_weights
+
+if TYPE_CHECKING:
+    from oxmoe.peers.expert_ranks import Ranks
 
 SERVED = (
     "served are bf16 and f16 experts (TritonMoeQuantInfo, TritonKernelsQuantInfo, DeepGemmMoeQuantInfo), fp8 experts "
@@ -172,7 +175,7 @@ def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: boo
                 "oxmoe: --moe-runner-backend flashinfer_mxfp4 serves no SiTU without a bound of up"
             )
         name, numbers = "Situ", {option: options[option] for option in ("situ_beta", "situ_linear_beta")}
-    return prepare_cutlass_fused_moe(
+    made = prepare_cutlass_fused_moe(
         info.w13_weight,
         info.w2_weight,
         (info.w13_weight_scale, info.w2_weight_scale),
@@ -183,6 +186,8 @@ def _flashinfer_mxfp4(info: Any, config: Any, columns: int | None, up_first: boo
         **numbers,
         hidden_size=None if columns == padded else columns,
     )
+    assert isinstance(made, ExpertWeights)  # InputScaledExperts are int4's alone
+    return made
 
 
 def _placed(info: Any, config: Any, name: str) -> int:
@@ -325,7 +330,10 @@ class Experts:
             # Top-k says by the layer whether its weights contain the factor.
             scaled = layer is None or layer.should_fuse_routed_scaling_factor_in_topk
             factor = scaling_factor(x, config, scaled=scaled)
-            ranks = {f"ep_{what}": _placed(quant_info, config, f"moe_ep_{what}") for what in ("size", "rank")}
+            ranks: Ranks = {
+                "ep_size": _placed(quant_info, config, "moe_ep_size"),
+                "ep_rank": _placed(quant_info, config, "moe_ep_rank"),
+            }
             given = routing(topk_output, config)
             return moe(x, weights, **given, **ranks, routed_scaling_factor=factor, out=symmetric.output_like(x))
         return run_local(x, topk_output, weights, config, self._handover)
@@ -449,7 +457,7 @@ def run_local(x: Tensor, topk_output: Any, weights: ExpertWeights, config: Any, 
     The tokens stay as they are, also where `inplace` allows to write over them. In captured graphs models may run their
     shared experts on these tokens at the same time, on another stream.
     """
-    ranks = {}
+    ranks: Ranks = {}
     if handover.ep_size > 1 and (handover.global_ids or hasattr(topk_output, "topk_config")):
         if config.num_experts != handover.ep_size * config.num_local_experts:
             raise NotImplementedError(

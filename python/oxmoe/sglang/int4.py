@@ -81,7 +81,7 @@ class _Parameters(FusedMoEMethodBase):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -163,7 +163,9 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
         if not w13.is_cuda and self.scheme.layout in int4_schemes.METHODS:
             w13, w2 = self._turn(layer, "w13", w13), self._turn(layer, "w2", w2)
             self.turned = True
-        self._zeros = {} if w13_zeros is None or w13.is_cuda else {"w13_zeros": w13_zeros, "w2_zeros": w2_zeros}
+        self._zeros = {}
+        if w13_zeros is not None and w2_zeros is not None and not w13.is_cuda:
+            self._zeros = {"w13_zeros": w13_zeros, "w2_zeros": w2_zeros}
         return ExpertWeights.int4(w13, w2, w13_scale, w2_scale, w13_zeros=w13_zeros, w2_zeros=w2_zeros, **options)
 
     def _turn(self, layer: torch.nn.Module, name: str, codes: Tensor) -> Tensor:
@@ -193,7 +195,7 @@ class OxmoeW4AFp8MoEMethod(OxmoeInt4MoEMethod):
     activations stay bf16, which is nearer to the model in fp32.
     """
 
-    def create_weights(self, layer: torch.nn.Module, num_experts: int, *sizes: Any, **attributes: Any) -> None:
+    def create_weights(self, layer: Any, num_experts: int, *sizes: Any, **attributes: Any) -> None:
         # This runs before a checkpoint is read: an all-to-all that brings other tokens than bf16 is refused by name.
         deepep.dispatched("int4", sglang_version())
         if not layer.moe_runner_config.is_gated:
@@ -221,7 +223,7 @@ class OxmoeW4AFp8MoEMethod(OxmoeInt4MoEMethod):
         codes = getattr(layer, f"{name}_{self.names.codes}").data.view(torch.uint8)
         codes.bitwise_xor_(0x88)
         self.turned = True
-        return codes, getattr(layer, f"{name}_{self.names.scales}").data, None
+        return Matrix(codes, getattr(layer, f"{name}_{self.names.scales}").data, None)
 
 
 def _ignore(*_: Any, **__: Any) -> None:
@@ -236,7 +238,7 @@ class OxmoeW4AFp8Config(W4AFp8Config):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, FusedMoE):
-            return super().get_quant_method(layer, prefix)  # type: ignore[no-any-return]
+            return super().get_quant_method(layer, prefix)
         return OxmoeW4AFp8MoEMethod(Scheme(int4_schemes.W4AFP8, self.group_size, False))
 
 
@@ -263,7 +265,7 @@ class _Int4Experts:
         if not isinstance(layer, FusedMoE):
             return self._linear(super().get_quant_method(layer, prefix), prefix)  # type: ignore[misc]
         if int4_schemes.skips(self.checkpoint, prefix):
-            return self.unquantized()  # type: ignore[no-any-return]
+            return self.unquantized()
         return OxmoeInt4MoEMethod(int4_schemes.of_checkpoint(self.checkpoint))
 
     def _linear(self, method: QuantizeMethodBase | None, prefix: str) -> QuantizeMethodBase | None:
@@ -328,4 +330,4 @@ def from_config(config: dict[str, Any], unquantized: Any) -> QuantizationConfig:
     else:
         # Newer releases have the class, but do not register it if they have no linear layers in f16.
         base = get_quantization_config(method) if method in QUANTIZATION_METHODS else GPTQConfig
-    return _of(base, unquantized).from_config(config)  # type: ignore[no-any-return]
+    return _of(base, unquantized).from_config(config)

@@ -100,7 +100,8 @@ def check_layer(module: nn.Module, block: nn.Module | None = None) -> None:
         return _serve(module, "--quantization oxmoe", block)
     runner = getattr(method, "runner", None)
     core, fused = getattr(runner, "runner_core", None), getattr(runner, "fused_func", None)
-    if getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False)):
+    ours = getattr(fused, "oxmoe", False) or (fused is None and getattr(core, "oxmoe", False))
+    if runner is not None and ours:
         if (copied := eplb.copies(method, runner)) is not None:
             if (flag := _reaches_parameters_alone()) is not None:
                 raise RuntimeError(

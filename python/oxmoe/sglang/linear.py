@@ -41,7 +41,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._process_mxfp8_linear_weight_scale(layer)
 
-    def _process_mxfp8_linear_weight_scale(self, layer: torch.nn.Module, scale_u8: torch.Tensor | None = None) -> None:
+    def _process_mxfp8_linear_weight_scale(self, layer: Any, scale_u8: torch.Tensor | None = None) -> None:
         """Also for layers that a model makes of the parameters of others, such as MiniMax-M3's: it calls this alone.
         SGLang's would lay weights and scales out for one of its kernels."""
         columns = layer.weight.shape[1]
@@ -52,7 +52,7 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
         for parameter in (layer.weight, layer.weight_scale_inv):
             parameter.requires_grad_(False)
 
-    def apply(self, layer: torch.nn.Module, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Computes the layer. x is [..., k], or its codes and scales."""
         codes, scale = x if isinstance(x, tuple) else (x, None)
         return mxfp8_linear(codes, layer.weight, layer.weight_scale_inv, scale, bias)

@@ -118,7 +118,7 @@ def share_memory(parameter: torch.nn.Parameter, packed: Tensor) -> None:
     """Gives a parameter the memory of what was packed from it, if that has as many bytes. The parameter's own memory
     is freed."""
     if packed.nbytes == parameter.nbytes:
-        parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))
+        parameter.set_(packed.view(-1).view(torch.uint8).view(parameter.dtype).view(parameter.shape))  # type: ignore[call-overload]
 
 
 def share_packed(layer: torch.nn.Module, weights: ExpertWeights, codes: str, scales: str = "weight_scale") -> None:

@@ -66,7 +66,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -140,7 +140,7 @@ class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod
 
     of, sized_as = "ModelOpt fp8", "fp8_tensor"
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
         scale = layer.w13_weight_scale.data
         return ExpertWeights.fp8_tensor(
             layer.w13_weight.data,
@@ -179,7 +179,7 @@ class _Experts:
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if not isinstance(layer, FusedMoE):
             return linear.method(self.others(layer, prefix))
-        return self.unquantized() if self.is_layer_excluded(prefix) else self.experts(layer, prefix)  # type: ignore
+        return self.unquantized() if self.is_layer_excluded(prefix) else self.experts(layer, prefix)  # type: ignore[attr-defined]
 
     def others(self, layer: torch.nn.Module, prefix: str) -> Any:
         return super().get_quant_method(layer, prefix)  # type: ignore[misc]
@@ -290,7 +290,8 @@ def fp8_config(kind: Any, checkpoint: dict[str, Any]) -> Any:
             "oxmoe: the experts of this fp8 checkpoint are NVFP4 (moe_quant_algo), which this SGLang does not load; "
             "install a newer one"
         )
-    return type(kind.__name__, (_HybridOfFp8, kind), {}).from_config(checkpoint)
+    made: Any = type(kind.__name__, (_HybridOfFp8, kind), {})
+    return made.from_config(checkpoint)
 
 
 _CONFIGS = {

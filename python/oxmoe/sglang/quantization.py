@@ -146,7 +146,7 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
 
     of, sized_as = "MXFP8", "mxfp8"
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         return ExpertWeights.mxfp8(
             w13,
@@ -213,7 +213,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
                 "oxmoe: an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)"
             )
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
         columns = 2 * w13.shape[-1]
         return ExpertWeights.mxfp4(

@@ -43,7 +43,7 @@ def offloads() -> str | None:
         names = ("cpu_offload_gb", "offload_group_size")
         return next((_flag(name) for name in names if (getattr(offload, name) or 0) > 0), None)
 
-    return read(lambda context: of(context.get_exec().offload), of)  # type: ignore[no-any-return]
+    return read(lambda context: of(context.get_exec().offload), of)
 
 
 def moves_parameters() -> str | None:
@@ -82,7 +82,7 @@ def replaces_model() -> str | None:
         names = ("enable_nvidia_megakernel", "enable_amd_monokernel")
         return next((_flag(name) for name in names if getattr(kernel, name, False)), None)
 
-    return read(lambda context: of(context.get_exec().kernel), of)  # type: ignore[no-any-return]
+    return read(lambda context: of(context.get_exec().kernel), of)
 
 
 def load_format() -> tuple[str, str]:
@@ -90,7 +90,8 @@ def load_format() -> tuple[str, str]:
 
     def of(arguments: Any) -> tuple[str, str]:
         backend = getattr(arguments, "remote_instance_weight_loader_backend", "")
-        return tuple(str(getattr(name, "value", name) or "") for name in (arguments.load_format, backend))  # type: ignore
+        loader, source = (str(getattr(name, "value", name) or "") for name in (arguments.load_format, backend))
+        return loader, source
 
     return read(lambda context: of(context.get_model()), of) or ("", "")
 
@@ -151,7 +152,7 @@ def fuses_allreduce() -> bool | None:
 
 def allreduce_backend() -> str | None:
     """Returns --flashinfer-allreduce-fusion-backend as SGLang resolved it, or None."""
-    return read(  # type: ignore[no-any-return]
+    return read(
         lambda context: context.get_exec().comm.flashinfer_allreduce_fusion_backend,
         lambda arguments: getattr(arguments, "flashinfer_allreduce_fusion_backend", None),
     )

@@ -86,7 +86,8 @@ class Torch:
 def best_of(call: Callable[[], object], seconds: float = 1.0) -> float:
     """Returns the microseconds of the fastest call, after one call that warms up."""
     call()
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         start = time.perf_counter()
         call()

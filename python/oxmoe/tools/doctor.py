@@ -59,7 +59,8 @@ def findings() -> Iterator[Finding]:
 def build_and_devices(info: dict[str, Any]) -> Iterator[Finding]:
     archs = ", ".join(f"sm_{arch}" for arch in info["archs"]) or "none"
     yield Finding("oxmoe", f"{info['version']}, {info['kernels']} kernels for {archs}, built with nvcc {info['nvcc']}")
-    everywhere, on_cpu = [], []
+    everywhere: list[str] = []
+    on_cpu: list[str] = []
     for name, devices in info["formats"].items():
         (everywhere if "cuda" in devices else on_cpu).append(name)
     yield Finding("formats", f"{', '.join(everywhere)}; on CPU also {', '.join(on_cpu)}")

@@ -253,8 +253,8 @@ class _Bench:
             for number in tokens:
                 inputs = layers.make_inputs(shape, number, dtype, self.device, count, pattern, router)
                 least = layers.floors_of(shape, inputs, self.device, format_name, weight_bits)
-                cell = report.Cell("moe", name, format_name, pattern, number, least and least.ideal)
-                cell.own_floor_us = least and least.own
+                cell = report.Cell("moe", name, format_name, pattern, number, None if least is None else least.ideal)
+                cell.own_floor_us = None if least is None else least.own
                 cell.layer = shape
                 cell.ceilings = floors.described(floors.ceilings(self.device))
                 self._cell(cell, backends, weights, inputs)

@@ -162,5 +162,5 @@ def run(
     if not shapes:
         raise UsageError(f"--tokens: none of {sorted({shape[0] for shape in SHAPES})}")
     arguments = (world, port, shapes, peers, (json_path, environment))
-    torch.multiprocessing.spawn(_rank, arguments, nprocs=world)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(_rank, arguments, nprocs=world)  # type: ignore[attr-defined, no-untyped-call]
     return 0

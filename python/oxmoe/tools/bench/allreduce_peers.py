@@ -143,7 +143,7 @@ class SGLang(Peer):
         self.reducer.close()
 
     def capturing(self) -> AbstractContextManager[Any]:
-        return self.reducer.capture()  # type: ignore[no-any-return]
+        return self.reducer.capture()
 
     def reduction(self, x: Tensor) -> Callable[[], Tensor]:
         if not self.reducer.should_custom_ar(x):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -140,7 +141,7 @@ class FlashinferCuteDsl(Backend):
 
         def bound(tactic: Tactic) -> list[Callable[[], Tensor]]:
             run, options = self.module.cute_dsl_fused_moe_bf16, self.options
-            return [lambda args=args: run(*args, tactic=tactic, **options) for args in operands]
+            return [functools.partial(run, *args, tactic=tactic, **options) for args in operands]
 
         times: dict[Tactic, float] = {}
         failure: Exception | None = None

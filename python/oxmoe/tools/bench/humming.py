@@ -123,7 +123,7 @@ def make_module(shape: Shape, weights: Weights, pads: tuple[int, int], rounded: 
     from humming.layer import HummingMethod
     from humming.schema import BaseWeightSchema, HummingInputSchema
 
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     given = {"w13": (weights.w13, weights.b13), "w2": (weights.w2, weights.b2)}
     sizes = {"w13": (2 * shape.intermediate, shape.hidden), "w2": (shape.hidden, shape.intermediate)}
     for name, (rows, columns) in sizes.items():

@@ -24,9 +24,9 @@ from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.layers import Inputs, Mxfp4, Nvfp4, Shape, Weights
 
 
-def split(tensor: Tensor | None, shape: Shape) -> Tensor | None:
+def split(tensor: Tensor, shape: Shape) -> Tensor:
     """Returns w13's rows as [gate; up]."""
-    if tensor is None or not shape.gpt_oss:
+    if not shape.gpt_oss:
         return tensor
     return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), dim=1)
 
@@ -125,13 +125,13 @@ class Marlin(Backend):
             module.w13_bias, module.w2_bias = parameter(split(item.b13, self.shape)), parameter(item.b2)
         prepare_moe_nvfp4_layer_for_marlin(module)
         common = self._common(module.w13_weight, module.w2_weight, module.w13_weight_scale, module.w2_weight_scale)
-        factors = {
+        of_layer = {
             f"w{number}_global_scale": getattr(module, f"{name}_weight_scale_2")
             for number, name in ((1, "w13"), (2, "w2"))
         }
         return {
             **common,
-            **factors,
+            **of_layer,
             "w1_bias": getattr(module, "w13_bias", None),
             "w2_bias": getattr(module, "w2_bias", None),
         }

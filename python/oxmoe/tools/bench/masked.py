@@ -164,7 +164,7 @@ class DeepGemmMasked(Backend):
     """Two calls of DeepGEMM's masked GEMM; GEMM2's input is made before the clock runs."""
 
     name = "deep-gemm"
-    excludes = "activation, quantisation"
+    excludes: ClassVar[str | None] = "activation, quantisation"
 
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
         super().__init__(layer, weights, format_name)
@@ -321,7 +321,7 @@ class _Bench:
         _line(heads)
         _line(["---"] * len(heads))
 
-    def layer(self, name: str, format_name: str, dtype: torch.dtype, bits: float, cases: list[Case]) -> None:
+    def layer(self, name: str, format_name: str, dtype: torch.dtype, bits: float, cases: Sequence[Case]) -> None:
         layer = LAYERS[name]
         weights = layers.weights_of(format_name, layer.shape, self.device, self.protocol.layers)
         backends: list[Backend] = [Ours(layer, weights, format_name)]
@@ -433,7 +433,7 @@ class _Bench:
 def run(
     names: Sequence[str],
     formats: dict[str, tuple[torch.dtype, float]],
-    cases: list[Case],
+    cases: Sequence[Case],
     peers: Sequence[str],
     device: str,
     protocol: Protocol,

@@ -72,7 +72,11 @@ def read_json(paths: Sequence[str], run: str | None = None) -> list[dict[str, An
 
 
 # Fields of a row that `markdown` reads, with their types.
-_FIELDS = {"shape": str, "format": str, "tokens": int, "backend": str, "us": (int, float), "date": str}
+_FIELDS: dict[str, type | tuple[type, ...]] = {
+    **dict.fromkeys(("shape", "format", "backend", "date"), str),
+    "tokens": int,
+    "us": (int, float),
+}
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -129,7 +129,7 @@ class SglangTriton(Backend):
             scales: dict[str, Any] = {"w1_scale": item.w13.scales, "w2_scale": item.w2.scales}
             if item.w13.zeros is not None:
                 # A byte holds the zero points of two rows, the first in the low bits.
-                halves = [(weights.zeros[:, 0::2], weights.zeros[:, 1::2]) for weights in (item.w13, item.w2)]
+                halves = [(zeros[:, 0::2], zeros[:, 1::2]) for zeros in (item.w13.zeros, item.w2.zeros)]
                 scales["w1_zp"], scales["w2_zp"] = ((low | high << 4).contiguous() for low, high in halves)
             return {**scales, "use_int4_w4a16": True, "block_shape": [0, group]}
         if not isinstance(item.w13, Fp8Block):

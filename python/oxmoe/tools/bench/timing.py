@@ -50,7 +50,8 @@ def wall_time_us(call: Callable[[], object], *, seconds: float = 1.0) -> Times:
     """Times a call in microseconds: repeats it for about this long and at least five times, after two warm-ups."""
     call()
     call()
-    times, end = [], time.perf_counter() + seconds
+    times: list[float] = []
+    end = time.perf_counter() + seconds
     while len(times) < 5 or time.perf_counter() < end:
         start = time.perf_counter()
         call()

@@ -15,7 +15,7 @@ from oxmoe.sglang import formats, int4_schemes
 from oxmoe.tools.check import modelopt, quantization, releases
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, Unreadable, shown
 from oxmoe.tools.check.families import FAMILIES, Family
-from oxmoe.tools.check.quantization import Format
+from oxmoe.tools.check.format import Format
 
 HOPPER = "sm_90"
 _MOST_LAYERS = 4096

@@ -10,7 +10,8 @@ from oxmoe.sglang import formats
 from oxmoe.tools.check import int4, releases, skipping
 from oxmoe.tools.check.checkpoint import Fields, Refused, patterns, shown
 from oxmoe.tools.check.families import Family, prefixes
-from oxmoe.tools.check.quantization import BF16, FP8_BLOCK, MXFP8, Format, Formats
+from oxmoe.tools.check.format import Format
+from oxmoe.tools.check.quantization import BF16, FP8_BLOCK, MXFP8, Formats
 
 NVFP4 = Format("nvfp4", "NVFP4 of ModelOpt, bf16 activations", "nvfp4", 4 + 8 / 16, frozenset({"U8"}))
 FP8 = Format("fp8_tensor", "fp8, a scale a matrix, static activations", "fp8_tensor-static", 8, frozenset({"F8_E4M3"}))
