@@ -43,7 +43,7 @@ PYTHON_NAMES := $(CURDIR)/target/python-names
 CARGO = OXMOE_CUDA_ARCHS=none CARGO_PROFILE_DEV_DEBUG=0 PYO3_PYTHON=$(PYTHON) LIBRARY_PATH=$(PYTHON_NAMES):$$LIBRARY_PATH \
 	LD_LIBRARY_PATH=$(LIBPYTHON):$(PYTHON_NAMES):$$LD_LIBRARY_PATH cargo
 
-.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test old-sglang-test server-test core-test torch-test wheel lint stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
+.PHONY: help venv built install sglangs sglang-test python-names demo test lint-kept rust-test python-test old-sglang-test server-test core-test torch-test wheel lint types stubs fmt gpu-test upstream bench sanitize kernels-diff docs mutants mutants-rust clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST)
@@ -99,11 +99,11 @@ python-names: install
 
 sglangs: $(OLD_FOLDERS:=/.made) # the older SGLang releases
 
-# Lints run beside the build and the installations, which wait for the network most of the time. Then stubs and Rust tests run beside the
+# Lints run beside the build and the installations, which wait for the network most of the time. Then types, stubs and Rust tests run beside the
 # Python tests. pytest's output is seen as it runs; the output of the others follows in one piece, and a failure of theirs ends it.
-test: ## lints, stubs, Rust tests, Python tests that need no GPU
+test: ## lints, types, stubs, Rust tests, Python tests that need no GPU
 	+$(MAKE) --no-print-directory -j 4 install sglangs lint-kept
-	+$(MAKE) --no-print-directory -k stubs rust-test INSTALLED=1 > target/others.log 2>&1 & others=$$!; \
+	+$(MAKE) --no-print-directory -k types stubs rust-test INSTALLED=1 > target/others.log 2>&1 & others=$$!; \
 	$(MAKE) --no-print-directory python-test INSTALLED=1; python=$$?; \
 	wait $$others; others=$$?; cat target/others.log target/lint.log; exit $$((python != 0 || others != 0 || $$(cat target/lint.status) != 0))
 
@@ -167,8 +167,10 @@ lint: $(LINT)/.made ## formatting and lints of all three languages
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CUDA_SOURCES)
 
-stubs: install ## types of the package, and _oxmoe.pyi against the module
+types: install ## types of the package
 	$(BIN)/python -m mypy
+
+stubs: install ## _oxmoe.pyi against the module
 	$(BIN)/python -m mypy.stubtest oxmoe._oxmoe --concise --allowlist tests/stub_exceptions.txt
 
 fmt: $(LINT)/.made ## format everything

@@ -176,6 +176,7 @@ def test_bias_and_groups_in_one_launch(layer: dict[str, Any], groups: int, drive
     arguments = {**layer, "top_k": 8, "tokens": [1, 4, 5, 300], "groups": groups}
     most = 8 if layer["hidden"] <= 4096 else 4
     for call in execute(driver, tmp_path, "fp8_calls", arguments)["calls"]:
+        assert [asked(launch) for launch in launches(call["records"])] == planned(call["explain"])
         first, *more = launches(call["records"])
         together = call["tokens"] <= most
         assert first["kernel"].startswith("routed_layer_fp8_sm90_gated" if together else ("route_", "select_"))

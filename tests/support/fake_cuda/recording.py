@@ -33,6 +33,11 @@ def attempt(function, *arguments, **options) -> str | None:
     return None
 
 
+def router_as_planned(router) -> dict:
+    """Returns the options of `explain` for a router as `moe` takes it."""
+    return {"num_expert_group": router.get("num_expert_group", 0), "correction_bias": "correction_bias" in router}
+
+
 def layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router) -> list[dict]:
     """Runs the layer from router logits at each token count: plan as text, addresses, records."""
     calls = []
@@ -41,7 +46,7 @@ def layer_calls(weights, top_k, tokens, experts, hidden, intermediate, **router)
         workspace = Tensor((oxmoe.workspace_bytes(weights, count, top_k),), "uint8")
         logits = Tensor((count, experts), "float32")
         oxmoe.moe(x, weights, router_logits=logits, top_k=top_k, out=out, workspace=workspace, **router)
-        options = {"format": weights.format, "gated": weights.gated, "routing": "logits"}
+        options = {"format": weights.format, "gated": weights.gated, "routing": "logits"} | router_as_planned(router)
         plan = oxmoe.explain(experts, top_k, hidden, intermediate, count, **options)
         given = {"x": x.address, "out": out.address, "workspace": workspace.address}
         calls.append({"tokens": count, "explain": plan, "records": records(), **given})
