@@ -6,9 +6,12 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from oxmoe.tracing import tracing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Errors of Python that an argument of a wrong type leads to.
 WRONG_TYPES = (TypeError, AttributeError, OverflowError)
@@ -52,6 +55,21 @@ def check_tensor(name: str, value: Any, *dimensions: str) -> None:
         held, end = value.untyped_storage().nbytes(), (value.storage_offset() + reach + 1) * value.itemsize
         if held < end:
             raise ValueError(f"{name}: its storage has {held} bytes, which do not hold it")
+
+
+def as_bytes(name: str, tensor: Tensor) -> Tensor:
+    """Returns a packed operand, which may have any dtype, as uint8. Raises ValueError if its last dimension has no
+    neighbouring bytes."""
+    import torch
+
+    try:
+        return tensor.view(torch.uint8)
+    except RuntimeError as error:
+        dtype = str(tensor.dtype).rpartition(".")[2]
+        raise ValueError(
+            f"{name}: expected a last dimension that is contiguous, got {dtype}, shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}"
+        ) from error
 
 
 def check_quantizer(backend: str, batch_invariant: bool) -> None:

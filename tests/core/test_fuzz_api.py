@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fuzz_api
+import fuzz_calls
 import fuzz_dlpack
 import fuzz_public
 import oxmoe
@@ -125,3 +126,33 @@ def test_the_oracle_sees_what_a_lie_of_bytes_tells() -> None:
     wide = fuzz_dlpack.Lying(np.zeros((3, 4), dtype=np.float32), random.Random(0))
     wide.lie = "unaligned"
     assert wide.seen is wide.array
+
+
+def test_rows_that_cancel_are_compared_with_their_roundings() -> None:
+    """A row whose terms cancel may be off by their roundings, and by no more."""
+    generator = torch.Generator().manual_seed(3)
+    x, weights, columns = (torch.randn(shape, generator=generator).double() for shape in ((40, 24), (24,), (12,)))
+    x[5] -= (x[5] @ weights - 1e-4) / weights.square().sum() * weights
+    x = x.float()
+
+    def reference_of(x: torch.Tensor) -> torch.Tensor:
+        return ((x.double() @ weights)[:, None] * columns).float()
+
+    expected, off = reference_of(x), torch.zeros(40, 1)
+    off[5] = 2e-7
+    fuzz_calls.close(expected + off * columns.float(), x, reference_of)
+    off[5] = 1e-3
+    with pytest.raises(AssertionError, match="a row that cancels is wrong by more than its roundings"):
+        fuzz_calls.close(expected + off * columns.float(), x, reference_of)
+    off[5], off[7] = 2e-7, 1e-2
+    with pytest.raises(AssertionError, match=" ulp at "):
+        fuzz_calls.close(expected + off * columns.float(), x, reference_of)
+
+
+def test_numbers_below_the_smallest_normal_may_round_to_neighbours() -> None:
+    step = 2.0**-133
+    expected = torch.full((4, 8), 3 * step, dtype=torch.bfloat16)
+    fuzz_calls.close(expected + step, expected, lambda x: x, norm=0.1)
+    for factor in (0, 5 / 3):
+        with pytest.raises(AssertionError, match="relative norm"):
+            fuzz_calls.close(expected * factor, expected, lambda x: x, norm=0.1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,19 @@ def fused(x: Tensor, gates: Tensor, ids: Tensor, **given: Any) -> Tensor:
     routing = {"token_selected_experts": ids, "token_final_scales": gates}
     (result,) = oxmoe.cutlass_fused_moe(input=x, **routing, **given)
     return result
+
+
+@pytest.mark.parametrize("name", ["fc1_expert_weights", "fc2_expert_weights", "quant_scales[1]", "quant_scales[4]"])
+def test_packed_operands_without_bytes_beside_each_other(name: str, rng: torch.Generator) -> None:
+    """Packed operands may have any dtype, but their last dimension has to be contiguous."""
+    _, given = nvfp4_layer("cpu", rng)
+    place = int(name[-2]) if name.endswith("]") else None
+    holder, key = (given, name) if place is None else (given["quant_scales"], place)
+    column = holder[key].transpose(-1, -2).contiguous().transpose(-1, -2)
+    for wrong in (column, torch.zeros((), dtype=holder[key].dtype)):
+        holder[key] = wrong
+        with pytest.raises(ValueError, match=re.escape(f"{name}: expected")):
+            oxmoe.prepare_cutlass_fused_moe(**given)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
+from oxmoe.operands import as_bytes
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ def name_of(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
+NAMES = ("fc1_expert_weights", "fc2_expert_weights")
 # Dtypes as which flashinfer's callers view packed weights.
 PACKED = ("uint8", "int8", "int64", "int32")
 
@@ -238,9 +240,9 @@ def prepared(
     import torch
 
     if format == "mxfp4":
-        pairs = zip((fc1, fc2), quant_scales, strict=True)
         (w13, w13_scale), (w2, w2_scale) = (
-            quantize.deinterleave_sm90_mxfp4(codes.view(torch.uint8), scale.view(torch.uint8)) for codes, scale in pairs
+            quantize.deinterleave_sm90_mxfp4(as_bytes(name, codes), as_bytes(f"quant_scales[{place}]", scale))
+            for place, (name, codes, scale) in enumerate(zip(NAMES, (fc1, fc2), quant_scales, strict=True))
         )
         return ExpertWeights.mxfp4(w13, w2, w13_scale, w2_scale, dtype=dtype, hidden_size=hidden_size, **options)
     if dtype != "bf16" and (format == "mxfp8" or fc1.is_cuda):
@@ -250,16 +252,17 @@ def prepared(
         blocks = [
             torch.stack([quantize.unswizzle_scales(of, weights.shape[1], weights.shape[2] // 32) for of in flat])
             for weights, flat in zip(
-                codes, (scale.view(torch.uint8).flatten(1) for scale in (quant_scales[0], quant_scales[2])), strict=True
+                codes, (as_bytes(f"quant_scales[{n}]", quant_scales[n]).flatten(1) for n in (0, 2)), strict=True
             )
         ]
         return ExpertWeights.mxfp8(*codes, *blocks, hidden_size=hidden_size, **options)
     of_input, fc1_blocks, fc1_dequant, of_hidden, fc2_blocks, fc2_dequant = quant_scales
-    w13, w2 = (weights.view(torch.uint8) for weights in (fc1, fc2))
+    w13, w2 = map(as_bytes, NAMES, (fc1, fc2))
     if not fc1.is_cuda:
         w13, w2 = w13.clone(), w2.clone()
     w13_scale, w2_scale = (
-        scale.view(torch.uint8).view(torch.float8_e4m3fn).clone() for scale in (fc1_blocks, fc2_blocks)
+        as_bytes(f"quant_scales[{place}]", scale).view(torch.float8_e4m3fn).clone()
+        for place, scale in ((1, fc1_blocks), (4, fc2_blocks))
     )
     return ExpertWeights.nvfp4(
         w13,

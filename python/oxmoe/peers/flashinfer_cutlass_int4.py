@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
+from oxmoe.operands import as_bytes
 from oxmoe.peers.flashinfer_cutlass_formats import name_of
 
 if TYPE_CHECKING:
@@ -46,7 +47,6 @@ def prepared(
     fc1: Tensor, fc2: Tensor, quant_scales: Sequence[Tensor], options: dict[str, Any], *, dtype: str
 ) -> ExpertWeights | InputScaledExperts:
     """Makes int4 experts of interleaved weights and eight scales. They hold copies, made on the weights' device."""
-    import torch
 
     from oxmoe.formats import int4
 
@@ -55,7 +55,7 @@ def prepared(
     matrices = []
     for place, (name, weights) in enumerate((("fc1_expert_weights", fc1), ("fc2_expert_weights", fc2))):
         try:
-            matrices.append(int4.from_sm90(weights.view(torch.uint8), quant_scales[place]))
+            matrices.append(int4.from_sm90(as_bytes("weights", weights), quant_scales[place]))
         except ValueError as error:
             operand, _, rest = str(error).partition(":")
             raise ValueError(f"{name if operand == 'weights' else f'quant_scales[{place}]'}:{rest}") from error

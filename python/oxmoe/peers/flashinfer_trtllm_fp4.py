@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, as_bytes, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.flashinfer_cutlass_formats import SWIGLU, activation_of, name_of
 from oxmoe.peers.flashinfer_trtllm_formats import activation, by_method, layer, three_dimensions
 from oxmoe.peers.flashinfer_trtllm_layouts import (
@@ -92,7 +92,6 @@ def prepare_trtllm_fp4_block_scale_moe(
     gemm1_beta and gemm1_clamp_limit are otherwise as for `prepare_trtllm_bf16_moe`. valid_hidden_size and
     valid_intermediate_size: of weights that `pad_trtllm_moe_weights` has padded, whose padding is dropped.
     """
-    import torch
 
     block = _block(gemm1_weights, gemm1_weights_scale)
     three_dimensions(gemm2_weights=gemm2_weights)
@@ -119,11 +118,14 @@ def prepare_trtllm_fp4_block_scale_moe(
         _check_bias(name, bias, experts, rows)
     (w13, w13_scale), (w2, w2_scale) = (
         plain_blocks(
-            weights.view(torch.uint8), scale.view(torch.uint8), weights.shape[2] * 2 // block, gated=shuffled_halves
+            as_bytes(name, weights),
+            as_bytes(f"{name}_scale", scale),
+            weights.shape[2] * 2 // block,
+            gated=shuffled_halves,
         )
-        for weights, scale, shuffled_halves in (
-            (gemm1_weights, gemm1_weights_scale, gated),
-            (gemm2_weights, gemm2_weights_scale, False),
+        for name, weights, scale, shuffled_halves in (
+            ("gemm1_weights", gemm1_weights, gemm1_weights_scale, gated),
+            ("gemm2_weights", gemm2_weights, gemm2_weights_scale, False),
         )
     )
     sizes = valid_sizes(valid_hidden_size, valid_intermediate_size, 2 * w13.shape[2], 2 * w2.shape[2])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
 from oxmoe.functions import moe
-from oxmoe.operands import WRONG_TYPES, check_tensor, checked_arguments, name_argument
+from oxmoe.operands import WRONG_TYPES, as_bytes, check_tensor, checked_arguments, name_argument
 from oxmoe.peers.kept import Cache
 from oxmoe.peers.topk_forms import routing_arguments, slots_of
 
@@ -41,7 +41,7 @@ def _matrix(operand: str, weight: Any, config: Any) -> tuple[Tensor, Tensor]:
 
     codes, layout = _storage(operand, weight)
     scales, scale_layout = _storage(f"{operand}_pcg", _scale_of(f"{operand}_pcg", config))
-    codes, scales = codes.view(torch.uint8), scales.view(torch.uint8)
+    codes, scales = as_bytes(operand, codes), as_bytes(f"{operand}_pcg", scales)
     _, columns, rows = weight.shape
     name, scale_name = type(layout).__name__, type(scale_layout).__name__
     if (name, scale_name) == ("HopperMXValueLayout", "HopperMXScaleLayout") and layout.mma_version == 3:
