@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import client
+from kinds import KINDS
 
 HERE = Path(__file__).parent
 READY = "The server is fired up and ready to roll!"
@@ -48,22 +49,6 @@ OPTIONS = (
     "--max-total-tokens 131072 --chunked-prefill-size 512 --cuda-graph-max-bs-decode 64"
 )
 NO_PREFILL_GRAPHS = "--cuda-graph-backend-prefill disabled"
-# A bf16 checkpoint gets oxmoe's quantization by name; other checkpoints get it by themselves.
-ON = {"qwen": ["--quantization", "oxmoe"]}
-# SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin does
-# not. SGLang's Marlin layer of GPTQ takes activations in f16 alone.
-OFF = {"gpt": ["--moe-runner-backend", "marlin"], "qwen-gptq": ["--dtype", "half"]}
-LABELS = {
-    "gpt": "GPT-OSS-20B, MXFP4",
-    "qwen": "Qwen3-30B-A3B, bf16",
-    "qwen-fp8": "Qwen3-30B-A3B, fp8 blocks",
-    "qwen-int4": "Qwen3-30B-A3B, int4 of compressed-tensors",
-    "qwen-awq": "Qwen3-30B-A3B, AWQ",
-    "qwen-gptq": "Qwen3-30B-A3B, GPTQ",
-    "qwen-nvfp4": "Qwen3-30B-A3B, NVFP4 of ModelOpt",
-    "deepseek-fp8": "DeepSeek-V3, fp8 blocks, a rank's part of eight",
-    "deepseek-w4afp8": "DeepSeek-V3, W4AFP8, a rank's part of eight",
-}
 # With --ahead a scheduler without requests would take a whole core from the servers that are measured.
 IDLE = ["--sleep-on-idle"]
 
@@ -80,8 +65,8 @@ class Cell:
     @classmethod
     def of(cls, text: str) -> Cell:
         kind, _, ranks = text.partition(":")
-        if kind not in LABELS:
-            raise argparse.ArgumentTypeError(f"cell {text}: the kind is one of {', '.join(LABELS)}, got {kind}")
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(f"cell {text}: the kind is one of {', '.join(KINDS)}, got {kind}")
         return cls(kind, int(ranks or 1))
 
     def __str__(self) -> str:
@@ -114,7 +99,8 @@ class Server:
         if cell.ranks > 1:
             self.options += ["--tp-size", str(cell.ranks)]
             self.options += ["--flashinfer-allreduce-fusion-backend", "auto"] if arguments.allreduce else []
-        self.options += (ON if mode == "on" else OFF).get(cell.kind, [])
+        kind = KINDS[cell.kind]
+        self.options += [*kind.options, *(kind.on if mode == "on" else kind.off)]
         self.options += IDLE if arguments.ahead else []
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
@@ -425,7 +411,7 @@ class Run:
 
     def cell(self, begun: Begun) -> None:
         cell, work, measurement, servers = begun.cell, begun.work, begun.measurement, begun.servers
-        of = {"cell": str(cell), "kind": cell.kind, "label": f"{LABELS[cell.kind]}, TP{cell.ranks}"}
+        of = {"cell": str(cell), "kind": cell.kind, "label": f"{KINDS[cell.kind].label}, TP{cell.ranks}"}
         seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
         comparison = None
         try:
@@ -544,7 +530,7 @@ def _say(text: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path)
-    parser.add_argument("--cells", type=Cell.of, nargs="+", default=[Cell(kind, 1) for kind in LABELS])
+    parser.add_argument("--cells", type=Cell.of, nargs="+", default=[Cell(kind, 1) for kind in KINDS])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--requests", type=int, default=200, help="of the load with 64 at a time")
     parser.add_argument("--rounds", type=int, default=3, help="how often each load is timed")
