@@ -21,8 +21,10 @@ layers = int(sys.argv[3]) if len(sys.argv) > 3 else 4
 seed = int(sys.argv[4]) if len(sys.argv) > 4 else 5
 os.makedirs(folder, exist_ok=True)
 
-name_of_model, _, name_of_format = kind.partition("-")
-if name_of_model not in MODELS or name_of_format not in FORMATS:
+# Names of models may have a dash, too: the longest one counts.
+name_of_model = max((name for name in MODELS if f"{kind}-".startswith(f"{name}-")), key=len, default="")
+name_of_format = kind[len(name_of_model) + 1 :]
+if kind.endswith("-") or not name_of_model or name_of_format not in FORMATS:
     sys.exit(
         f"KIND: expected one of {', '.join(MODELS)}, alone or with one of {', '.join(filter(None, FORMATS))}, "
         f"got {kind!r}"
