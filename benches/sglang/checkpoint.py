@@ -53,7 +53,11 @@ part = 7.2 * hidden**-0.5
 head = (part * embed[order].float() + (1 - part**2) ** 0.5 * weights.randn(VOCABULARY, hidden, scale=1.0).float()) * (
     hidden**-0.5
 )
-rest = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(hidden)}
+rest = {
+    "model.embed_tokens.weight": embed,
+    "lm_head.weight": head.bfloat16(),
+    "model.norm.weight": torch.zeros_like(ones(hidden)) if model.centred else ones(hidden),
+}
 index = {}
 
 

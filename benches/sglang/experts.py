@@ -69,6 +69,13 @@ def mxfp8(weight: Tensor, rng: torch.Generator) -> Tensors:
     return {"weight": codes, "weight_scale_inv": (power[..., 0] + 127).to(torch.uint8)}
 
 
+def mxfp8_numbers(weight: Tensor, rng: torch.Generator) -> Tensors:
+    """The numbers of `mxfp8`, all of which bf16 has."""
+    stored = mxfp8(weight, rng)
+    scales = torch.exp2(stored["weight_scale_inv"].float() - 127).repeat_interleave(32, 1)
+    return {"weight": (stored["weight"].float() * scales).bfloat16()}
+
+
 def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
     """Codes, scales of 16 columns, and the matrix's own scale, a power of two so that the numbers are bf16's.
 
@@ -160,6 +167,12 @@ def _fp8(layers: int, **more: Any) -> Config:
     return {"quant_method": "fp8", "activation_scheme": "dynamic", **left, **more}
 
 
+def _mxfp8(layers: int) -> Config:
+    left = [f"model.layers.{n}.mlp.gate" for n in range(layers)]
+    blocks = {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}
+    return {**blocks, "modules_to_not_convert": [*left, "lm_head"]}
+
+
 def _compressed(weights: Config, inputs: Config | None, **more: Any) -> Config:
     every = {"symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": {**every, **weights}, "input_activations": inputs}
@@ -201,7 +214,8 @@ class Format:
     config: Callable[[int], Config] | None = None
     file: Callable[[int], Config] | None = None
     small_inner: int = 96  # intermediate size of a small model
-    # DeepSeek's attention and shared expert. None: the attention is in bf16, and the shared expert is like the others.
+    # Matrices of the attention, and shared experts. None: they are in bf16, except DeepSeek's shared expert, which is
+    # like the others.
     linear: Callable[[Tensor, torch.Generator], Tensors] | None = None
 
 
@@ -213,7 +227,8 @@ FORMATS = {
     "fp8-channel": Format(
         fp8_channel, lambda n: _compressed(_CHANNEL, _TOKEN, format="float-quantized"), small_inner=176
     ),
-    "mxfp8": Format(mxfp8, lambda n: _fp8(n, quant_method="mxfp8", weight_block_size=[1, 32])),
+    "mxfp8": Format(mxfp8, _mxfp8, linear=mxfp8),
+    "mxfp8-numbers": Format(mxfp8_numbers, linear=mxfp8_numbers),
     "int4": Format(int4, lambda n: _compressed(_GROUP, None, format="pack-quantized")),
     "awq": Format(awq, lambda n: {**_AWQ, "modules_to_not_convert": ["self_attn", "gate."]}, small_inner=256),
     "gptq": Format(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,14 @@ class Kind:
     on: tuple[str, ...] = ()  # options of the server with oxmoe
     off: tuple[str, ...] = ()  # options of the server without
     options: tuple[str, ...] = ()  # of both
+    without: str = ""  # kind of the checkpoint of the server without oxmoe, with equal numbers; "": the same checkpoint
+    dense: int = 0  # layers without experts
+    updates: bool = True  # whether SGLang's model can load weights again
 
+
+# Pages have the size of the model's blocks, as with the attention that SGLang chooses for it on Hopper. SGLang's model
+# joins projections while it loads weights, and frees what they were made of, so it cannot load weights again.
+MINIMAX_M3: dict[str, Any] = {"options": ("--page-size", "128"), "dense": 1, "updates": False}
 
 KINDS = {
     # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin
@@ -27,4 +35,13 @@ KINDS = {
     "qwen-nvfp4": Kind("Qwen3-30B-A3B, NVFP4 of ModelOpt"),
     "deepseek-fp8": Kind("DeepSeek-V3, fp8 blocks, a rank's part of eight"),
     "deepseek-w4afp8": Kind("DeepSeek-V3, W4AFP8, a rank's part of eight"),
+    "minimax-m3": Kind("MiniMax-M3, bf16, a rank's part of eight", on=("--quantization", "oxmoe"), **MINIMAX_M3),
+    # SGLang's own MXFP8 experts run on Blackwell alone. For such a checkpoint it chooses flashinfer_trtllm, which oxmoe
+    # takes over, and then imports flashinfer to tune it.
+    "minimax-m3-mxfp8": Kind(
+        "MiniMax-M3, MXFP8, a rank's part of eight; without oxmoe its numbers in bf16",
+        on=("--disable-flashinfer-autotune",),
+        without="minimax-m3-mxfp8-numbers",
+        **MINIMAX_M3,
+    ),
 }

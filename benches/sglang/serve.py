@@ -7,9 +7,10 @@ It runs in SGLang's environment, on a machine with a GPU (without a GPU it runs 
 
 A cell is a kind of checkpoint (checkpoint.py: layers of a model's sizes with random weights) and a number of ranks. For
 each cell, both servers answer the same greedy requests: one at a time, 16 and 64 at a time, of mixed lengths, with
-chunked prefill, beside aborted ones, and after an update of the weights. With --together both servers are up and answer
-in turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then. With
---ahead the servers of all cells start at a time, before the first cell is measured, which saves time. OUT gets
+chunked prefill, beside aborted ones, and after an update of the weights. Where SGLang has no kernels for a checkpoint,
+the server without oxmoe has one with the same numbers in bf16 (kinds.py). With --together both servers are up and
+answer in turn, which is the way to compare their speeds: a server alone is timed on whatever the machine does then.
+With --ahead the servers of all cells start at a time, before the first cell is measured, which saves time. OUT gets
 serve.jsonl, a line for each server and each comparison as it comes, and the servers' logs. The status is not 0 if
 something is wrong; see `judge`.
 """
@@ -229,8 +230,9 @@ class Seen:
 
 
 class Measurement:
-    def __init__(self, load: client.Load, requests: int, update: Path, deadline: Deadline) -> None:
-        self.load, self.update, self.deadline = load, update, deadline
+    def __init__(self, load: client.Load, requests: int, updates: dict[str, Path], deadline: Deadline) -> None:
+        """updates: for each server the folder of other weights, if it is to load them."""
+        self.load, self.updates, self.deadline = load, updates, deadline
         few = max(requests // 3, 4)
         self.loads = {
             "1": (client.mix(12, 1, VOCABULARY, LONGEST), 1, True),
@@ -293,7 +295,7 @@ class Measurement:
         """Asks after /update_weights_from_disk: a checkpoint with other weights, and its answers."""
         self.deadline.check("the update of weights")
         start = time.monotonic()
-        answer = client.post(server.port, "/update_weights_from_disk", {"model_path": str(self.update)})
+        answer = client.post(server.port, "/update_weights_from_disk", {"model_path": str(self.updates[server.mode])})
         if not answer.get("success"):
             raise Problem(f"the update of weights: {answer}")
         answers, _ = self.load.run(server.port, self.probe, 8, False)
@@ -327,7 +329,7 @@ def compared(off: Seen, on: Seen, server: Server, measurement: Measurement, limi
 
 
 def judge(cell: Cell, layers: int, off: Seen, on: Seen, comparison: dict[str, Any] | None) -> list[str]:
-    """Returns what is wrong with a cell.
+    """Returns what is wrong with a cell, which has so many layers of experts.
 
     Two kernels round differently, so two servers part where two tokens are nearly as likely as each other. A server's
     log-probabilities are off the other's by up to `most` (measured on the same tokens). Two tokens may part if their
@@ -376,6 +378,7 @@ class Begun:
 
     cell: Cell
     work: Path
+    checkpoints: dict[str, Path]  # of each server
     measurement: Measurement
     servers: dict[str, Server] = field(default_factory=dict)
 
@@ -399,14 +402,24 @@ class Run:
         """Makes a cell's checkpoints, and starts its servers if both are to be up."""
         work = self.arguments.work / str(cell)
         work.mkdir(parents=True)
-        start = time.monotonic()
-        make_checkpoint(work / "model", cell.kind, self.arguments.layers)
-        swapped(work / "model", work / "other")
+        start, kind = time.monotonic(), KINDS[cell.kind]
+        checkpoints = dict.fromkeys(("off", "on"), work / "model")
+        make_checkpoint(checkpoints["on"], cell.kind, self.arguments.layers)
+        if kind.without:
+            checkpoints["off"] = work / "without"
+            make_checkpoint(checkpoints["off"], kind.without, self.arguments.layers)
+        updates = {}
+        if kind.updates:
+            others = {folder: folder.with_name(f"other-{folder.name}") for folder in checkpoints.values()}
+            for folder, other in others.items():
+                swapped(folder, other)
+            updates = {mode: others[folder] for mode, folder in checkpoints.items()}
         _say(f"{cell}: checkpoints after {time.monotonic() - start:.0f} s, {self.deadline.left():.0f} s left")
-        begun = Begun(cell, work, Measurement(self.load, self.arguments.requests, work / "other", self.deadline))
+        measurement = Measurement(self.load, self.arguments.requests, updates, self.deadline)
+        begun = Begun(cell, work, checkpoints, measurement)
         if self.arguments.together:
             for mode in ("off", "on"):
-                begun.servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
+                begun.servers[mode] = Server(mode, cell, checkpoints[mode], self.arguments.out, self.arguments)
         return begun
 
     def cell(self, begun: Begun) -> None:
@@ -423,7 +436,7 @@ class Run:
                     self._each(servers, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
             for mode in ("off", "on"):
                 if mode not in servers:
-                    servers[mode] = Server(mode, cell, work / "model", self.arguments.out, self.arguments)
+                    servers[mode] = Server(mode, cell, begun.checkpoints[mode], self.arguments.out, self.arguments)
                     one = {mode: servers[mode]}
                     self._each(one, seen, lambda mode: servers[mode].ready(self.deadline))
                     self._each(one, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
@@ -435,7 +448,8 @@ class Run:
             for server in servers.values():
                 server.end()
             shutil.rmtree(work, ignore_errors=True)
-        wrong = judge(cell, self.arguments.layers, seen["off"], seen["on"], comparison)
+        layers = self.arguments.layers - KINDS[cell.kind].dense
+        wrong = judge(cell, layers, seen["off"], seen["on"], comparison)
         self.wrong += [f"{cell}: {text}" for text in wrong]
         self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
 
@@ -468,7 +482,8 @@ class Run:
                 measurement.rest(server, mine)
                 if server.mode == "on" and seen["off"].logprobs:
                     comparison = compared(seen["off"], mine, server, measurement)
-                self._updated(server, mine, measurement)
+                if KINDS[cell.kind].updates:
+                    self._updated(server, mine, measurement)
                 if comparison and mine.updated and seen["off"].updated:
                     after = client.compare(mine.tokens["updated"], seen["off"].tokens["updated"])
                     comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}

@@ -14,6 +14,7 @@ from models.common import VOCABULARY, Weights
 from models.deepseek_v3 import DeepSeekV3
 from models.gpt_oss import GptOss
 from models.llama4 import Llama4
+from models.minimax_m3 import MiniMaxM3
 from models.mixtral import Mixtral
 from models.qwen3 import Glm4, Qwen3
 
@@ -25,6 +26,7 @@ class Model(Protocol):
     config: dict  # config.json without the format
     hidden: int
     root: str  # of every tensor's name
+    centred: bool  # whether norms multiply by one more than their weights
 
     def __init__(self, weights: Weights, layers: int) -> None: ...
 
@@ -40,4 +42,5 @@ MODELS: dict[str, type[Model]] = {
     "qwen": Qwen3,
     "glm": Glm4,
     "deepseek": DeepSeekV3,
+    "minimax-m3": MiniMaxM3,
 }

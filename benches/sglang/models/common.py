@@ -67,12 +67,12 @@ def norms(p: str, hidden: int) -> dict[str, Tensor]:
 
 
 def attention(weights: Weights, p: str, hidden: int, heads: int, key_heads: int, head: int) -> dict[str, Tensor]:
-    return {
-        p + "self_attn.q_proj.weight": weights.randn(heads * head, hidden),
-        p + "self_attn.k_proj.weight": weights.randn(key_heads * head, hidden),
-        p + "self_attn.v_proj.weight": weights.randn(key_heads * head, hidden),
-        p + "self_attn.o_proj.weight": weights.randn(hidden, heads * head),
-    }
+    of = {"q": (heads * head, hidden), "k": (key_heads * head, hidden), "v": (key_heads * head, hidden)}
+    of["o"] = (hidden, heads * head)
+    tensors = {}
+    for name, size in of.items():
+        tensors |= named(f"{p}self_attn.{name}_proj", weights.linear(*size))
+    return tensors
 
 
 def gated(make, p: str, hidden: int, inner: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from models.common import VOCABULARY, Weights, gated, named, norms, ones
 
 
 class DeepSeekV3:
-    formats, root = True, ""
+    formats, root, centred = True, "", False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small

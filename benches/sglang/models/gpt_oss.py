@@ -9,7 +9,7 @@ from models.common import VOCABULARY, Weights, attention, norms
 
 
 class GptOss:
-    formats, root = False, ""
+    formats, root, centred = False, "", False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights = weights

@@ -8,7 +8,7 @@ from models.common import VOCABULARY, Weights, attention, norms
 
 
 class Llama4:
-    formats, root = False, "language_model."
+    formats, root, centred = False, "language_model.", False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small

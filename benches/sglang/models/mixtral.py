@@ -8,7 +8,7 @@ from models.common import Weights, attention, attention_config, norms
 
 
 class Mixtral:
-    formats, root = False, ""
+    formats, root, centred = False, "", False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights = weights

@@ -8,7 +8,7 @@ from models.common import Weights, attention, attention_config, gated, norms, on
 
 
 class Qwen3:
-    formats, root = True, ""
+    formats, root, centred = True, "", False
     sizes = (2048, 32, 4, 128, 128, 8, 768)
 
     def __init__(self, weights: Weights, layers: int) -> None:
