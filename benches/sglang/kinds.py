@@ -9,6 +9,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Kind:
     label: str
+    layers: int  # of the model, for --whole
     on: tuple[str, ...] = ()  # options of the server with oxmoe
     off: tuple[str, ...] = ()  # options of the server without
     options: tuple[str, ...] = ()  # of both
@@ -24,22 +25,23 @@ MINIMAX_M3: dict[str, Any] = {"options": ("--page-size", "128"), "dense": 1, "up
 KINDS = {
     # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin
     # does not.
-    "gpt": Kind("GPT-OSS-20B, MXFP4", off=("--moe-runner-backend", "marlin")),
+    "gpt": Kind("GPT-OSS-20B, MXFP4", 24, off=("--moe-runner-backend", "marlin")),
     # A bf16 checkpoint gets oxmoe's quantization by name; other checkpoints get it by themselves.
-    "qwen": Kind("Qwen3-30B-A3B, bf16", on=("--quantization", "oxmoe")),
-    "qwen-fp8": Kind("Qwen3-30B-A3B, fp8 blocks"),
-    "qwen-int4": Kind("Qwen3-30B-A3B, int4 of compressed-tensors"),
-    "qwen-awq": Kind("Qwen3-30B-A3B, AWQ"),
+    "qwen": Kind("Qwen3-30B-A3B, bf16", 48, on=("--quantization", "oxmoe")),
+    "qwen-fp8": Kind("Qwen3-30B-A3B, fp8 blocks", 48),
+    "qwen-int4": Kind("Qwen3-30B-A3B, int4 of compressed-tensors", 48),
+    "qwen-awq": Kind("Qwen3-30B-A3B, AWQ", 48),
     # SGLang's Marlin layer of GPTQ takes activations in f16 alone.
-    "qwen-gptq": Kind("Qwen3-30B-A3B, GPTQ", off=("--dtype", "half")),
-    "qwen-nvfp4": Kind("Qwen3-30B-A3B, NVFP4 of ModelOpt"),
-    "deepseek-fp8": Kind("DeepSeek-V3, fp8 blocks, a rank's part of eight"),
-    "deepseek-w4afp8": Kind("DeepSeek-V3, W4AFP8, a rank's part of eight"),
-    "minimax-m3": Kind("MiniMax-M3, bf16, a rank's part of eight", on=("--quantization", "oxmoe"), **MINIMAX_M3),
+    "qwen-gptq": Kind("Qwen3-30B-A3B, GPTQ", 48, off=("--dtype", "half")),
+    "qwen-nvfp4": Kind("Qwen3-30B-A3B, NVFP4 of ModelOpt", 48),
+    "deepseek-fp8": Kind("DeepSeek-V3, fp8 blocks, a rank's part of eight", 58),
+    "deepseek-w4afp8": Kind("DeepSeek-V3, W4AFP8, a rank's part of eight", 58),
+    "minimax-m3": Kind("MiniMax-M3, bf16, a rank's part of eight", 58, on=("--quantization", "oxmoe"), **MINIMAX_M3),
     # SGLang's own MXFP8 experts run on Blackwell alone. For such a checkpoint it chooses flashinfer_trtllm, which oxmoe
     # takes over, and then imports flashinfer to tune it.
     "minimax-m3-mxfp8": Kind(
         "MiniMax-M3, MXFP8, a rank's part of eight; without oxmoe its numbers in bf16",
+        58,
         on=("--disable-flashinfer-autotune",),
         without="minimax-m3-mxfp8-numbers",
         **MINIMAX_M3,

@@ -398,16 +398,19 @@ class Run:
         with (self.arguments.out / "serve.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def layers(self, cell: Cell) -> int:
+        return KINDS[cell.kind].layers if self.arguments.whole else self.arguments.layers
+
     def begin(self, cell: Cell) -> Begun:
         """Makes a cell's checkpoints, and starts its servers if both are to be up."""
         work = self.arguments.work / str(cell)
         work.mkdir(parents=True)
         start, kind = time.monotonic(), KINDS[cell.kind]
         checkpoints = dict.fromkeys(("off", "on"), work / "model")
-        make_checkpoint(checkpoints["on"], cell.kind, self.arguments.layers)
+        make_checkpoint(checkpoints["on"], cell.kind, self.layers(cell))
         if kind.without:
             checkpoints["off"] = work / "without"
-            make_checkpoint(checkpoints["off"], kind.without, self.arguments.layers)
+            make_checkpoint(checkpoints["off"], kind.without, self.layers(cell))
         updates = {}
         if kind.updates:
             others = {folder: folder.with_name(f"other-{folder.name}") for folder in checkpoints.values()}
@@ -448,7 +451,7 @@ class Run:
             for server in servers.values():
                 server.end()
             shutil.rmtree(work, ignore_errors=True)
-        layers = self.arguments.layers - KINDS[cell.kind].dense
+        layers = self.layers(cell) - KINDS[cell.kind].dense
         wrong = judge(cell, layers, seen["off"], seen["on"], comparison)
         self.wrong += [f"{cell}: {text}" for text in wrong]
         self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
@@ -474,7 +477,7 @@ class Run:
         mine = seen[server.mode]
         mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
         started = "ahead" if self.arguments.ahead else "together" if self.arguments.together else "alone"
-        mine.row |= {"layers": self.arguments.layers, "started": started}
+        mine.row |= {"layers": self.layers(cell), "started": started}
         mine.row["start_s"] = server.start_seconds
         comparison = None
         try:
@@ -547,6 +550,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--cells", type=Cell.of, nargs="+", default=[Cell(kind, 1) for kind in KINDS])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--whole", action="store_true", help="as many layers as the model has")
     parser.add_argument("--requests", type=int, default=200, help="of the load with 64 at a time")
     parser.add_argument("--rounds", type=int, default=3, help="how often each load is timed")
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
