@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import oxmoe
@@ -24,9 +26,11 @@ pytest.importorskip("sglang")
 from sglang.srt.layers import linear as theirs
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import fp8, get_quantization_config
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from oxmoe.sglang import layers, quantization
-from sglang_server import NEW, argument, installed, only_cores, server
+from sglang_cpu.checkpoints import LAYERS, dequantised, make
+from sglang_server import NEW, VERSION, argument, installed, only_cores, server
 from test_sglang_fp8 import forward
 
 minimax_m3 = pytest.importorskip("sglang.srt.models.minimax_m3", reason="this SGLang has no MiniMax-M3")
@@ -136,11 +140,12 @@ def wanted(layer: Mxfp8, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
 
 
 @only_cores
-@pytest.mark.parametrize("tokens", [1, 17])
-def test_experts(device: str, tokens: int, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("tokens", "backend"), [(1, "auto"), (17, "auto"), (17, "flashinfer_trtllm")])
+def test_experts(device: str, tokens: int, backend: str, rng: torch.Generator) -> None:
+    """Also where SGLang chooses flashinfer_trtllm, as it does for this model, and pads what a rank has of an expert."""
     layer, x = make_mxfp8(SHAPE, device, rng), make_x(tokens, SHAPE, torch.bfloat16, device, rng)
     weights, ids = (part.to(device) for part in make_routing("uniform", tokens, SHAPE.experts, SHAPE.top_k, rng))
-    with server(), settled():
+    with server(backend), settled():
         experts = block(device).experts
         assert type(experts.quant_method) is quantization.OxmoeMxfp8MoEMethod
         load(experts, layer)
@@ -216,3 +221,112 @@ def test_activations_come_as_they_are(backend: str, monkeypatch: pytest.MonkeyPa
             asks(layer) for asks in (mxfp8_input.accepts_mxfp8_swizzled_input, mxfp8_input.accepts_mxfp8_deepgemm_input)
         ]
         assert any(accepted), "as SGLang's own method would have it"
+
+
+@contextmanager
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One rank of a server whose model takes the parts that it has on CUDA; they are built, and do not run."""
+    alone = SimpleNamespace(world_size=1, rank_in_group=0, is_first_rank=True, is_last_rank=True, ranks=[0])
+    groups = dict.fromkeys(("pp_group", "tp_group", "attn_tp_group", "attn_cp_group"), alone)
+    sizes = {f"{part}_size": 1 for part in ("pp", "attn_tp", "attn_dp", "attn_cp")}
+    ranks = {f"{part}_rank": 0 for part in ("pp", "attn_tp", "attn_dp", "attn_cp")}
+    for name, value in (("_is_cuda", True), ("_device_sm", 90), ("get_stream", lambda name: None)):
+        monkeypatch.setattr(minimax_m3, name, value)
+    monkeypatch.setattr(minimax_m3, "_uses_push_plane_fusion", lambda: False)
+    # SGLang's rotary embedding asks vllm for its kernel if there is no GPU.
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    kernels = ModuleType("vllm._custom_ops")
+    kernels.rotary_embedding = None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm._custom_ops", kernels)
+    with server(**groups, **sizes, **ranks), argument("exec.moe", "ep_num_redundant_experts", 0):
+        yield
+
+
+@pytest.mark.skipif(VERSION != "0.5.23", reason="a model is built with what this release has set up before")
+@pytest.mark.parametrize(("kind", "asked"), [("minimax-m3", "oxmoe"), ("minimax-m3-mxfp8", "mxfp8")])
+def test_a_whole_checkpoint(kind: str, asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's loader finds a place for each tensor of the checkpoints of benches/sglang, and fills each parameter."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.layers.moe.utils import resolve_shared_experts_config
+    from sglang.srt.model_loader.weight_utils import get_quant_config
+    from sglang.srt.runtime_context import get_model
+
+    folder, of_class = make(tmp_path, kind, 5), minimax_m3.MiniMaxM3SparseForCausalLM
+    given: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        given |= load_file(file)
+    said: list[str] = []
+    monkeypatch.setattr(minimax_m3.logger, "warning", said.append)
+    default = torch.get_default_dtype()
+    with on_hopper(monkeypatch):
+        model_config = ModelConfig(model_path=str(folder), dtype="bfloat16", quantization=asked)
+        config = get_quant_config(model_config, LoadConfig(), of_class.packed_modules_mapping)
+        shared = resolve_shared_experts_config(of_class, model_config.hf_config, config)
+        assert shared.num_fused_shared_experts == 1
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with get_model().override(shared_experts=shared):
+                model = of_class(model_config.hf_config, config)
+        finally:
+            torch.set_default_dtype(default)
+        model.load_weights(given.items())
+        for module in model.modules():
+            if getattr(module, "quant_method", None) is not None and not isinstance(module, RadixAttention):
+                module.quant_method.process_weights_after_loading(module)
+    assert not said
+    held = dict(model.named_parameters())
+    ends = ("weight", "weight_scale_inv") if kind.endswith("mxfp8") else ("weight",)
+
+    def same(name: str, *parts: str) -> None:
+        own, expected = held.pop(name).data, torch.cat([given.pop(part) for part in parts])
+        assert same_bits(own, expected.to(own.dtype)), name
+
+    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+        same(name, name)
+    for n in range(LAYERS):
+        p, block = f"model.layers.{n}.", f"model.layers.{n}.block_sparse_moe."
+        norms = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+        projections = [f"{p}self_attn.{name}_proj" for name in "qkv"]
+        joined = f"{p}self_attn.qkv_proj"
+        if n > 0:
+            norms += ["self_attn.index_q_norm", "self_attn.index_k_norm"]
+            projections += [f"{p}self_attn.index_{name}_proj" for name in "qk"]
+            joined = f"{p}self_attn.fused_qkv_index_proj"
+            same(f"{p}mlp.gate.weight", f"{block}gate.weight")
+            same(f"{p}mlp.e_score_correction_bias", f"{block}e_score_correction_bias")
+        for name in norms:
+            same(f"{p}{name}.weight", f"{p}{name}.weight")
+        for end in ends:
+            same(f"{joined}.{end}", *(f"{name}.{end}" for name in projections))
+            same(f"{p}self_attn.o_proj.{end}", f"{p}self_attn.o_proj.{end}")
+            if n == 0:
+                same(f"{p}mlp.gate_up_proj.{end}", f"{p}mlp.gate_proj.{end}", f"{p}mlp.up_proj.{end}")
+                same(f"{p}mlp.down_proj.{end}", f"{p}mlp.down_proj.{end}")
+                continue
+            w13, w2 = held.pop(f"{p}mlp.experts.w13_{end}"), held.pop(f"{p}mlp.experts.w2_{end}")
+            of_expert = [f"experts.{e}.{{}}" for e in range(w13.shape[0] - 1)] + ["shared_experts.{}"]
+            for e, name in enumerate(of_expert):
+                parts = ("gate_proj", "up_proj", "down_proj") if "shared" in name else ("w1", "w3", "w2")
+                gate, up, down = (given.pop(f"{block}{name.format(part)}.{end}") for part in parts)
+                assert same_bits(w13[e], torch.cat([gate, up])) and same_bits(w2[e], down), (n, name)
+    assert not given
+    # The model has joined these, and left nothing of them.
+    assert all(parameter.numel() == 0 or ".attn." in name for name, parameter in held.items()), list(held)
+
+
+def test_the_same_numbers_in_bf16(tmp_path: Path) -> None:
+    """The server without oxmoe gets these, because SGLang's own MXFP8 experts do not run on Hopper."""
+    folders = [tmp_path / name for name in ("mxfp8", "numbers", "expected")]
+    for folder in folders:
+        folder.mkdir()
+    make(folders[0], "minimax-m3-mxfp8", 5)
+    make(folders[1], "minimax-m3-mxfp8-numbers", 5)
+    expected = load_file(dequantised(folders[0], folders[2]) / "model.safetensors")
+    numbers: dict[str, Tensor] = {}
+    for file in folders[1].glob("*.safetensors"):
+        numbers |= load_file(file)
+    assert numbers.keys() == expected.keys()
+    assert all(torch.equal(numbers[name].bfloat16(), value) for name, value in expected.items())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in folders[1:]]
+    assert configs[0] == configs[1]
