@@ -131,6 +131,26 @@ def test_rows_that_the_loader_pads(backend: str, rng: torch.Generator) -> None:
     assert_close_ulp(result, reference.moe(x, w13, w2, topk.topk_weights, topk.topk_ids))
 
 
+@pytest.mark.skipif(not DECIDES, reason="in this SGLang every layer's loader follows --moe-runner-backend")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_columns_that_sglang_pads(rank: int, rng: torch.Generator) -> None:
+    """It pads a layer of another runner to multiples of 128, too, but cuts the checkpoint at the rank's own columns."""
+    whole = Shape("handover-ranks", 4, 2, 128, 2 * PADDED.intermediate)
+    tensors = checkpoint("mxfp8", whole, rng)
+    x, topk = tokens(whole, whole.experts, rng)
+    ranks = {"moe_tp_size": 2, "moe_tp_rank": rank, "tp_size": 2, "tp_rank": rank, "attn_tp_size": 2}
+    with server("flashinfer_trtllm", **ranks, attn_tp_rank=rank):
+        result = forward(loaded("mxfp8", tensors, whole), x, topk)
+    own = {suffix: _of_rank(*pair, rank) for suffix, pair in tensors.items()}
+    assert same_bits(result, oxmoe.moe(x, made("mxfp8", own), topk.topk_weights, topk.topk_ids))
+
+
+def _of_rank(w13: Tensor, w2: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Returns a rank's half of the rows of gate and of up, and of w2's columns."""
+    gate_and_up = [rows.chunk(2, dim=1)[rank] for rows in w13.chunk(2, dim=1)]
+    return torch.cat(gate_and_up, dim=1), w2.chunk(2, dim=-1)[rank].contiguous()
+
+
 @pytest.mark.parametrize("backend", TRTLLM)
 def test_experts_without_gates(backend: str, rng: torch.Generator) -> None:
     shape = Shape("plain", 4, 2, 128, 128, options=(("activation", "relu2"),))
