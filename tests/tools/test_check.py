@@ -14,6 +14,7 @@ from check_command import RELEASE, check, moe, written
 from check_configs import (
     CHANNEL,
     FP8,
+    MXFP8,
     NVFP4,
     REFUSED,
     SERVED,
@@ -53,6 +54,16 @@ def test_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     report = check(tmp_path, capsys, config, "--tp", str(tp))
     assert not report["served"] and not any(kind["served"] for kind in report["kinds"])
     assert re.search(message, " ".join(report["refused"]))
+
+
+@pytest.mark.parametrize("gpu", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("quantised", [None, MXFP8], ids=["bf16", "MXFP8"])
+def test_linear_layers_of_mxfp8(
+    quantised: Config | None, gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = check(tmp_path, capsys, minimax_m3(quantised), "--tp", "8", "--gpu", gpu)
+    said = [kind["kind"] for kind in report["kinds"] if any("oxmoe.mxfp8_linear" in note for note in kind["notes"])]
+    assert said == (["dense", "shared"] if quantised and gpu == "sm_90" else [])
 
 
 def test_expert_parallelism_makes_sizes_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

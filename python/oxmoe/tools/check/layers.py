@@ -26,6 +26,8 @@ _ASSUMED = (
     "MIXED_PRECISION without quantized_layers: SGLang takes it for W4AFP8. Name the folder with its safetensors, so "
     "that their dtypes are compared"
 )
+_ALONE = "oxmoe takes over MoE layers alone"
+_MXFP8_LINEAR = "on Hopper those of their matrices that are MXFP8 run on oxmoe.mxfp8_linear"
 _PACKED = 64  # SGLang's MXFP4 layers on oxmoe round a rank's share of I up to it
 
 
@@ -138,7 +140,7 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         raise Unreadable(f"{text.where}: {family.layers[0]}: expected up to {_MOST_LAYERS}, got {layers}")
     sparse = [layer for layer, has_experts in enumerate(family.sparse(text, layers)) if has_experts]
     if len(sparse) < layers:
-        report.kinds.append(Kind("dense", layers - len(sparse), notes=["oxmoe takes over MoE layers alone"]))
+        report.kinds.append(Kind("dense", layers - len(sparse), notes=[_ALONE]))
     if not sparse:
         raise Refused("the model has no MoE layers: there is nothing for oxmoe to take over")
     experts = _Experts(
@@ -179,6 +181,10 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         _experts(kind, format, experts, activations[key], family, server, tokens)
         _compare(kind, format, checkpoint)
     _others(report, text, family, layers, checkpoint, formats_of)
+    if server.gpu == HOPPER and any(format is quantization.MXFP8 for format, _ in groups):
+        for kind in report.kinds:
+            if kind.kind in ("dense", "shared"):
+                kind.notes = [*(note for note in kind.notes if note != _ALONE), _MXFP8_LINEAR]
     _flags(report, {format for format, _ in groups}, dtype)
 
 
