@@ -199,6 +199,14 @@ def test_cutedsl_masked(activation: str, quantised: bool, rng: torch.Generator) 
             nvfp4.flashinfer_cutedsl_moe_masked(*arguments, activation=activation, **{name: 1})
     with pytest.raises(ValueError, match="activation"):
         nvfp4.flashinfer_cutedsl_moe_masked(*arguments, activation="gelu")
+    codes, scales = torch.zeros((m, 64, 5), dtype=torch.uint8), torch.zeros((32, 4, 1, 4, 2, 5), dtype=torch.uint8)
+    for pair, words in (
+        ((codes.float(), scales), r"hidden_states\[0\]: expected a dtype of one byte, got float32"),
+        ((codes[0], scales), r"hidden_states\[0\]: expected \[m, K / 2, El\], got shape \(64, 5\)"),
+        ((codes, scales.float()), r"hidden_states\[1\]: expected a dtype of one byte, got float32"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            nvfp4.flashinfer_cutedsl_moe_masked(pair, *arguments[1:], activation=activation)
 
 
 def test_special_scales(rng: torch.Generator) -> None:

@@ -271,6 +271,29 @@ def test_nvfp4_input(is_swizzled: bool, device: str, rng: torch.Generator) -> No
         fused(codes, gates, ids, **given)
 
 
+@pytest.mark.parametrize("is_swizzled", [True, False])
+def test_nvfp4_input_of_other_forms(is_swizzled: bool, device: str, rng: torch.Generator) -> None:
+    """The scales' shape is free, and the codes may be words. What does not fit is named."""
+    _, given = layer("nvfp4", device, rng)
+    x, gates, ids = operands("nvfp4", device, rng)
+    codes, scales = nvfp4.fp4_quantize(x, given["quant_scales"][0], is_sf_swizzled_layout=is_swizzled)
+    expected = fused(codes, gates, ids, **given, input_sf=scales, swizzled_input_sf=is_swizzled)
+    words, flat = codes.view(torch.int64), scales.reshape(-1)
+    apart = torch.stack([flat, flat], 1)[:, 0]
+    for given_scales in (flat, apart, flat.view(torch.int32)):
+        result = fused(words, gates, ids, **given, input_sf=given_scales, swizzled_input_sf=is_swizzled)
+        assert same_bits(result, expected)
+    for name, operand in (
+        ("input", {"x": words.t().contiguous().t()}),
+        ("input", {"x": words[0]}),
+        ("input_sf", {"input_sf": torch.stack([flat.view(torch.int32)] * 2, 1)[:, 0]}),
+        ("input_sf", {"input_sf": flat[4:]}),
+    ):
+        call = {"x": words, "input_sf": flat, **operand}
+        with pytest.raises(ValueError, match=f"^{name}: expected"):
+            fused(call["x"], gates, ids, **given, input_sf=call["input_sf"], swizzled_input_sf=is_swizzled)
+
+
 def test_refusals(rng: torch.Generator) -> None:
     _, given = layer("bf16", "cpu", rng)
     x, gates, ids = operands("bf16", "cpu", rng)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
+from oxmoe.operands import check_tensor
 from oxmoe.peers.kept import Cache
 from oxmoe.rows import moe_masked
 from oxmoe.tracing import tracing
@@ -69,6 +70,11 @@ def flashinfer_cutedsl_moe_masked(
 
     x, scales = hidden_states
     if scales is not None:
+        check_tensor("hidden_states[0]", x, "m", "K / 2", "El")
+        for name, tensor in (("hidden_states[0]", x), ("hidden_states[1]", scales)):
+            check_tensor(name, tensor)
+            if tensor.element_size() != 1:
+                raise ValueError(f"{name}: expected a dtype of one byte, got {str(tensor.dtype).rpartition('.')[2]}")
         rows, pairs, experts = x.shape
         swizzled = convert_sf_from_mma_layout(scales.view(torch.uint8), rows, 2 * pairs, experts)
         tiles = swizzled.view(experts, -1, swizzled.shape[-1])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe import quantize
 from oxmoe._oxmoe import ExpertWeights
-from oxmoe.operands import as_bytes
+from oxmoe.operands import as_bytes, check_tensor
 from oxmoe.peers.kept import number
 
 if TYPE_CHECKING:
@@ -301,14 +301,19 @@ def quantised_input(
     if format == "nvfp4" and codes:
         if input_sf is None:
             raise ValueError("input_sf: needed where input is NVFP4 codes")
-        input, rows = input.view(torch.uint8), input.shape[0]
-        scales = input_sf.view(torch.uint8).view(torch.float8_e4m3fn)
+        check_tensor("input", input, "T", "K / 2")
+        check_tensor("input_sf", input_sf)
+        input, rows = as_bytes("input", input), input.shape[0]
+        scales = as_bytes("input_sf", input_sf).view(torch.float8_e4m3fn)
         groups = input.shape[1] // 8
+        expected = (-(-rows // 128) * 128, -(-groups // 4) * 4) if swizzled else (rows, groups)
+        if scales.numel() != expected[0] * expected[1]:
+            order = "swizzled" if swizzled else "row-by-row"
+            raise ValueError(
+                f"input_sf: expected {expected[0]} x {expected[1]} {order} scales, got shape {tuple(input_sf.shape)}"
+            )
         if swizzled:
-            padded = -(-rows // 128) * 128, -(-groups // 4) * 4
-            if scales.numel() != padded[0] * padded[1]:
-                raise ValueError(f"input_sf: expected {padded[0] * padded[1]} swizzled scales, got {scales.numel()}")
-            scales = unswizzle_blockscale(scales.view(padded), rows, groups)
+            scales = unswizzle_blockscale(scales.reshape(expected), rows, groups)
         return input, scales.reshape(rows, groups).contiguous()
     if codes or input_sf is not None:
         given = f"input of {name_of(input.dtype)}" + (" with input_sf" if input_sf is not None else "")
