@@ -11,6 +11,8 @@ class Kind:
     on: tuple[str, ...] = ()  # options of the server with oxmoe
     off: tuple[str, ...] = ()  # options of the server without
     options: tuple[str, ...] = ()  # of both
+    sm90_layout: bool = False  # whether the server with oxmoe gets that plugin
+    updates: bool = True  # whether the weights are updated
 
 
 KINDS = {
@@ -27,4 +29,13 @@ KINDS = {
     "qwen-nvfp4": Kind("Qwen3-30B-A3B, NVFP4 of ModelOpt"),
     "deepseek-fp8": Kind("DeepSeek-V3, fp8 blocks, a rank's part of eight"),
     "deepseek-w4afp8": Kind("DeepSeek-V3, W4AFP8, a rank's part of eight"),
+    # SGLang's call of flashinfer leaves SiTU out, and Marlin does not. Neither server can update these weights: their
+    # parameters are laid out anew after loading.
+    "kimi-k3-mxfp4": Kind(
+        "Kimi-K3, MXFP4, a rank's part of eight",
+        on=("--moe-runner-backend", "flashinfer_mxfp4"),
+        off=("--moe-runner-backend", "marlin"),
+        sm90_layout=True,
+        updates=False,
+    ),
 }
