@@ -1,8 +1,8 @@
 """A plugin of SGLang for servers that have no flashinfer.
 
 SGLang's layer of --moe-runner-backend flashinfer_mxfp4 asks flashinfer for two functions, which lay weights and scales
-out for its kernel on Hopper. Here they are oxmoe's own functions of that layout. oxmoe runs such a layer in place of the
-kernel, so a server with oxmoe calls nothing else of flashinfer. A server without oxmoe needs flashinfer.
+out for its kernel on Hopper. Here they are oxmoe's own functions of that layout. oxmoe runs such a layer in place of
+the kernel, so a server with oxmoe calls nothing else of flashinfer. A server without oxmoe needs flashinfer.
 """
 
 from __future__ import annotations
