@@ -35,6 +35,8 @@ KINDS = {
         "Kimi-K3, MXFP4, a rank's part of eight",
         on=("--moe-runner-backend", "flashinfer_mxfp4"),
         off=("--moe-runner-backend", "marlin"),
+        # Otherwise the states of linear attention would take the memory of another server on this GPU.
+        options=("--max-mamba-cache-size", "256"),
         sm90_layout=True,
         updates=False,
     ),
