@@ -406,7 +406,8 @@ class Run:
         work.mkdir(parents=True)
         start = time.monotonic()
         make_checkpoint(work / "model", cell.kind, self.arguments.layers)
-        swapped(work / "model", work / "other")
+        if KINDS[cell.kind].updates:
+            swapped(work / "model", work / "other")
         _say(f"{cell}: checkpoints after {time.monotonic() - start:.0f} s, {self.deadline.left():.0f} s left")
         begun = Begun(cell, work, Measurement(self.load, self.arguments.requests, work / "other", self.deadline))
         if self.arguments.together:
