@@ -76,6 +76,21 @@ def mxfp8_numbers(weight: Tensor, rng: torch.Generator) -> Tensors:
     return {"weight": (stored["weight"].float() * scales).bfloat16()}
 
 
+def to_e2m1(blocks: Tensor) -> Tensor:
+    """The nearest codes of e2m1 of numbers `[rows, blocks, columns of one]`, two of them in a byte of a row."""
+    near = blocks.abs()[..., None].sub(torch.tensor(E2M1, device=blocks.device)).abs().argmin(-1) + 8 * (blocks < 0)
+    codes = near.flatten(1).to(torch.uint8)
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def mxfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
+    """e2m1 codes, and the exponent of each 32 columns' scale."""
+    groups = weight.float().unflatten(1, (-1, 32))
+    power = torch.floor(torch.log2(groups.abs().amax(-1, keepdim=True))) - 2
+    codes = to_e2m1(groups / torch.exp2(power))
+    return {"weight_packed": codes, "weight_scale": (power[..., 0] + 127).to(torch.uint8)}
+
+
 def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
     """Codes, scales of 16 columns, and the matrix's own scale, a power of two so that the numbers are bf16's.
 
@@ -89,12 +104,8 @@ def nvfp4(weight: Tensor, rng: torch.Generator) -> Tensors:
     own = 2.0 ** round(math.log2(most / (6 * E4M3_MAX)) + other)
     blocks = weight.float().unflatten(1, (-1, 16)) / own
     scale = (blocks.abs().amax(-1, keepdim=True) / 6).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    near = (blocks / scale.float()).abs()[..., None].sub(torch.tensor(E2M1, device=weight.device)).abs().argmin(
-        -1
-    ) + 8 * (blocks < 0)
-    codes = near.flatten(1).to(torch.uint8)
     return {
-        "weight": codes[:, 0::2] | (codes[:, 1::2] << 4),
+        "weight": to_e2m1(blocks / scale.float()),
         "weight_scale": scale[..., 0],
         "weight_scale_2": torch.tensor(own),
         "input_scale": torch.tensor(0.01),
@@ -201,6 +212,7 @@ def _modelopt_file(algorithm: str, **more: Any) -> Callable[[int], Config]:
 
 _TOKEN = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
 _CHANNEL = {"num_bits": 8, "type": "float", "strategy": "channel"}
+_MXFP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
 _GROUP = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "actorder": None}
 _AWQ = {"quant_method": "awq", "bits": 4, "group_size": COLUMNS, "version": "gemm", "zero_point": True}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": COLUMNS, "desc_act": False, "sym": True}
@@ -234,6 +246,7 @@ FORMATS = {
     "gptq": Format(
         gptq, lambda n: {**_GPTQ, "dynamic": {r"-:.*self_attn.*": {}, r"-:.*mlp\.gate$": {}}}, small_inner=256
     ),
+    "mxfp4": Format(mxfp4, lambda n: _compressed(_MXFP4, None, format="mxfp4-pack-quantized")),
     "nvfp4": Format(nvfp4, _modelopt),
     "nvfp4-file": Format(nvfp4, file=_modelopt_file("NVFP4", group_size=16)),
     "w4afp8": Format(w4afp8, lambda n: {"quant_method": "w4afp8"}, small_inner=256, linear=fp8),

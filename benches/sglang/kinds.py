@@ -16,6 +16,7 @@ class Kind:
     without: str = ""  # kind of the checkpoint of the server without oxmoe, with equal numbers; "": the same checkpoint
     dense: int = 0  # layers without experts
     updates: bool = True  # whether SGLang's model can load weights again
+    sm90_layout: bool = False  # whether the server with oxmoe gets that plugin
 
 
 # Pages have the size of the model's blocks, as with the attention that SGLang chooses for it on Hopper. SGLang's model
@@ -45,5 +46,17 @@ KINDS = {
         on=("--disable-flashinfer-autotune",),
         without="minimax-m3-mxfp8-numbers",
         **MINIMAX_M3,
+    ),
+    # SGLang's call of flashinfer leaves SiTU out, and Marlin does not. Neither server can update these weights: their
+    # parameters are laid out anew after loading.
+    "kimi-k3-mxfp4": Kind(
+        "Kimi-K3, MXFP4, a rank's part of eight",
+        92,
+        on=("--moe-runner-backend", "flashinfer_mxfp4"),
+        off=("--moe-runner-backend", "marlin"),
+        # Otherwise the states of linear attention would take the memory of another server on this GPU.
+        options=("--max-mamba-cache-size", "256"),
+        sm90_layout=True,
+        updates=False,
     ),
 }

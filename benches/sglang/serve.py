@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import client
+import sm90_layout
 from kinds import KINDS
 
 HERE = Path(__file__).parent
@@ -90,7 +91,7 @@ class Server:
     """A server in its own process group, with its own caches of compiled kernels."""
 
     def __init__(self, mode: str, cell: Cell, checkpoint: Path, out: Path, arguments: argparse.Namespace) -> None:
-        self.mode, self.log = mode, out / f"{cell}-{mode}.log"
+        self.mode, self.kind, self.log = mode, cell.kind, out / f"{cell}-{mode}.log"
         self.setting = ("moe,allreduce" if arguments.allreduce and cell.ranks > 1 else "moe") if mode == "on" else ""
         self.port = _free_port()
         self.options = [*shlex.split(arguments.server_args), "--incremental-streaming-output"]
@@ -110,6 +111,10 @@ class Server:
         environment = {**os.environ, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
         environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
+        if mode == "on" and kind.sm90_layout:
+            sm90_layout.install(caches / "plugin")
+            path = [str(caches / "plugin"), os.environ.get("PYTHONPATH")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self._start = time.monotonic()
         self.start_seconds: float | None = None
         self.start_limit = arguments.start_limit

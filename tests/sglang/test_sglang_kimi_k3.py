@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import inspect
+import runpy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from cases import make_routing
 from mxfp4_blocks import Blocks
-from oxmoe import quantize
 from oxmoe.testing import assert_close_ulp
 
 pytest.importorskip("sglang")
@@ -29,6 +29,7 @@ from sglang_server import installed, only_cores, server
 from test_sglang_fp8 import forward
 
 kimi_k3 = pytest.importorskip("sglang.srt.models.kimi_k3", reason="this SGLang has no Kimi-K3")
+_LAYOUT = Path(__file__).parents[2] / "benches" / "sglang" / "sm90_layout.py"
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 8, 2, 256, 128
 BOUNDS = {"gemm1_alpha": 4.0, "gemm1_clamp_limit": 1.5}
 
@@ -46,25 +47,18 @@ def test_the_model_makes_sglangs_own_configuration() -> None:
 
 
 @contextmanager
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SGLang's choices on a Hopper GPU with flashinfer, whose functions of the layout are stand-ins."""
-
-    def of_weights(codes: Tensor, kind: str) -> Tensor:
-        scales = codes.new_full((*codes.shape[:2], codes.shape[2] // 16), 120)
-        return quantize.interleave_sm90_mxfp4(codes, scales, flashinfer="0.7")[0]
-
-    def of_scales(scales: Tensor, group_size: int) -> Tensor:
-        codes = scales.new_zeros((*scales.shape[:2], scales.shape[2] * group_size // 2))
-        return quantize.interleave_sm90_mxfp4(codes, scales, flashinfer="0.7")[1]
-
-    monkeypatch.setattr(mxfp4, "_FI_HAS_SM90_CUTLASS_MXFP4", True)
-    monkeypatch.setattr(mxfp4, "interleave_moe_weights_for_sm90_mixed_gemm", of_weights, raising=False)
-    monkeypatch.setattr(mxfp4, "interleave_moe_scales_for_sm90_mixed_gemm", of_scales, raising=False)
+def hopper(monkeypatch: pytest.MonkeyPatch, **topology: Any) -> Iterator[None]:
+    """SGLang's choices on a Hopper GPU with flashinfer, whose functions of the layout are those of the benches'
+    plugin."""
+    for name in ("interleave_moe_weights_for_sm90_mixed_gemm", "interleave_moe_scales_for_sm90_mixed_gemm"):
+        monkeypatch.setattr(mxfp4, name, None, raising=False)
+    monkeypatch.setattr(mxfp4, "_FI_HAS_SM90_CUTLASS_MXFP4", False)
+    runpy.run_path(str(_LAYOUT))["register"]()
     monkeypatch.setattr(mxfp4, "_is_cpu", False)
     # The first call of such a layer imports SGLang's own function of this runner. This is the state before it.
     monkeypatch.delitem(FusedOpPool._fused_funcs, ("none", "flashinfer_mxfp4"), raising=False)
     monkeypatch.setattr("sglang.srt.utils.common.is_sm90_supported", lambda *_: True)
-    with server("flashinfer_mxfp4"):
+    with server("flashinfer_mxfp4", **topology):
         yield
 
 

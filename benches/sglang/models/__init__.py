@@ -13,6 +13,7 @@ from torch import Tensor
 from models.common import VOCABULARY, Weights
 from models.deepseek_v3 import DeepSeekV3
 from models.gpt_oss import GptOss
+from models.kimi_k3 import KimiK3
 from models.llama4 import Llama4
 from models.minimax_m3 import MiniMaxM3
 from models.mixtral import Mixtral
@@ -43,4 +44,5 @@ MODELS: dict[str, type[Model]] = {
     "glm": Glm4,
     "deepseek": DeepSeekV3,
     "minimax-m3": MiniMaxM3,
+    "kimi-k3": KimiK3,
 }

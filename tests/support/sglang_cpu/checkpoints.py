@@ -20,10 +20,10 @@ _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _E2M1 = torch.cat((_E2M1, -_E2M1))
 
 
-def make(folder: Path, kind: str, seed: int) -> Path:
+def make(folder: Path, kind: str, seed: int, layers: int = LAYERS) -> Path:
     """Returns the folder, with this kind of checkpoint in it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(_MAKE), str(folder), kind, str(LAYERS), str(seed)])
+        patch.setattr(sys, "argv", [str(_MAKE), str(folder), kind, str(layers), str(seed)])
         patch.syspath_prepend(str(_MAKE.parent))
         patch.setattr(torch.cuda, "is_available", lambda: False)
         runpy.run_path(str(_MAKE), run_name="__main__")
