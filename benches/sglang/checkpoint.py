@@ -21,7 +21,7 @@ layers = int(sys.argv[3]) if len(sys.argv) > 3 else 4
 seed = int(sys.argv[4]) if len(sys.argv) > 4 else 5
 os.makedirs(folder, exist_ok=True)
 
-name_of_model, _, name_of_format = kind.partition("-")
+name_of_model, _, name_of_format = (kind, "", "") if kind in MODELS else kind.partition("-")
 if name_of_model not in MODELS or name_of_format not in FORMATS:
     sys.exit(
         f"KIND: expected one of {', '.join(MODELS)}, alone or with one of {', '.join(filter(None, FORMATS))}, "
@@ -52,6 +52,7 @@ head = (part * embed[order].float() + (1 - part**2) ** 0.5 * weights.randn(VOCAB
     hidden**-0.5
 )
 rest = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(hidden)}
+rest |= getattr(model, "rest", {})
 index = {}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -11,7 +12,23 @@ class Kind:
     on: tuple[str, ...] = ()  # options of the server with oxmoe
     off: tuple[str, ...] = ()  # options of the server without
     options: tuple[str, ...] = ()  # of both
+    environment: Mapping[str, str] = field(default_factory=dict)  # of both
 
+
+# With these SGLang's DeepSeek-V4 needs neither DeepGEMM nor flashinfer, and TileLang for one kernel alone: torch and
+# Triton compute the mixing of residuals, the scores of the indexer and their top-k. SGLang takes wo_a in bf16 then.
+V4_LEAST = {
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
+    "SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0",
+}
+# SGLang's class of the model sets the backend of attention and the size of a page. torch's scores of the indexer take
+# memory by the length of the context.
+V4_OPTIONS = ("--attention-backend", "dsv4", "--page-size", "256", "--context-length", "4096")
 
 KINDS = {
     # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin
@@ -27,4 +44,10 @@ KINDS = {
     "qwen-nvfp4": Kind("Qwen3-30B-A3B, NVFP4 of ModelOpt"),
     "deepseek-fp8": Kind("DeepSeek-V3, fp8 blocks, a rank's part of eight"),
     "deepseek-w4afp8": Kind("DeepSeek-V3, W4AFP8, a rank's part of eight"),
+    # SGLang would choose flashinfer for these experts. Marlin needs no flashinfer.
+    "deepseek-v4": Kind(
+        "DeepSeek-V4-Flash, MXFP4 experts in an fp8 checkpoint",
+        options=("--moe-runner-backend", "marlin", "--dsa-topk-backend", "torch", *V4_OPTIONS),
+        environment=V4_LEAST,
+    ),
 }

@@ -106,7 +106,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
         caches = checkpoint.parent / f"caches-{cell}-{mode}"
         caches.mkdir()
-        environment = {**os.environ, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **kind.environment, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
         environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         self._start = time.monotonic()

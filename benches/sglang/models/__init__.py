@@ -1,6 +1,6 @@
 """Models of checkpoints: the config and the tensors of each, with random weights of the model's sizes.
 
-A model is made for a number of layers, from a source of random weights that knows the experts' format. `small` sizes
+A model may have `rest`: tensors of no layer, besides the embedding, the head and the norm before it. A model is made for a number of layers, from a source of random weights that knows the experts' format. `small` sizes
 are for a machine without a GPU.
 """
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from models.common import VOCABULARY, Weights
 from models.deepseek_v3 import DeepSeekV3
+from models.deepseek_v4 import DeepSeekV4
 from models.gpt_oss import GptOss
 from models.llama4 import Llama4
 from models.mixtral import Mixtral
@@ -40,4 +41,5 @@ MODELS: dict[str, type[Model]] = {
     "qwen": Qwen3,
     "glm": Glm4,
     "deepseek": DeepSeekV3,
+    "deepseek-v4": DeepSeekV4,
 }
