@@ -1,8 +1,8 @@
 """Models of checkpoints: the config and the tensors of each, with random weights of the model's sizes.
 
 A model is made for a number of layers, from a source of random weights that knows the experts' format. `small` sizes
-are for a machine without a GPU. A model may have `rest`: tensors of no layer, by their names, besides the embedding, the
-head and the norm before the head.
+are for a machine without a GPU. A model may have `rest`: tensors of no layer, by their names, besides the embedding,
+the head and the norm before the head.
 """
 
 from __future__ import annotations
