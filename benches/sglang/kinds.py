@@ -16,7 +16,8 @@ class Kind:
 
 
 # With these SGLang's DeepSeek-V4 needs neither DeepGEMM nor flashinfer, and TileLang for one kernel alone: torch and
-# Triton compute the mixing of residuals, the scores of the indexer and their top-k. SGLang takes wo_a in bf16 then.
+# Triton compute the mixing of residuals, the scores of the indexer and their top-k. SGLang takes wo_a in bf16 then. In
+# the capture of graphs SGLang would compile that mixing with torch.compile, again for each size of a batch.
 V4_LEAST = {
     "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
     "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
@@ -25,10 +26,10 @@ V4_LEAST = {
     "SGLANG_OPT_FP8_WO_A_GEMM": "0",
     "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
     "SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0",
+    "TORCH_COMPILE_DISABLE": "1",
 }
-# SGLang's class of the model sets the backend of attention and the size of a page. torch's scores of the indexer take
-# memory by the length of the context.
-V4_OPTIONS = ("--attention-backend", "dsv4", "--page-size", "256", "--context-length", "4096")
+# torch's scores of the indexer take memory by the length of the context. Windows take room in a pool of their own.
+V4_OPTIONS = ("--attention-backend", "dsv4", "--context-length", "4096", "--swa-full-tokens-ratio", "0.5")
 
 KINDS = {
     # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin
