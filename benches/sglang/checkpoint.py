@@ -73,7 +73,7 @@ def tokenizer():
     """Makes a tokenizer with one id for each byte, so that every text can be encoded, and a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    special = ["<pad>", "<eos>", "<bos>"]
+    special = ["<pad>", "<eos>", "<bos>", *getattr(model, "special", ())]
     words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"<{word}>" for word in range(len(words), VOCABULARY)]
     made = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))

@@ -2,7 +2,7 @@
 
 A model is made for a number of layers, from a source of random weights that knows the experts' format. `small` sizes
 are for a machine without a GPU. A model may have `rest`: tensors of no layer, by their names, besides the embedding,
-the head and the norm before the head.
+the head and the norm before the head. And it may have `special`: tokens that its tokenizer has besides the others'.
 """
 
 from __future__ import annotations

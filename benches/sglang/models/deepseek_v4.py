@@ -17,11 +17,14 @@ from models.common import VOCABULARY, Weights, named, ones
 JOINED = (0, 0, 4, 128)  # keys, of each layer; 0: the layer has none but those in its window
 BY_TOKEN = 3  # layers
 STREAMS = 4  # residuals of a token
+SPECIAL = ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
 E8M0 = torch.float8_e8m0fnu
 
 
 class DeepSeekV4:
     formats, root = False, ""
+    # SGLang writes this model's chats with DeepSeek's own package, which asks the tokenizer for these.
+    special = (*(f"<｜{name}｜>" for name in SPECIAL), "<think>", "</think>")  # noqa: RUF001
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small
