@@ -53,11 +53,8 @@ part = 7.2 * hidden**-0.5
 head = (part * embed[order].float() + (1 - part**2) ** 0.5 * weights.randn(VOCABULARY, hidden, scale=1.0).float()) * (
     hidden**-0.5
 )
-rest = {
-    "model.embed_tokens.weight": embed,
-    "lm_head.weight": head.bfloat16(),
-    "model.norm.weight": torch.zeros_like(ones(hidden)) if model.centred else ones(hidden),
-}
+rest = {"model.embed_tokens.weight": embed, "lm_head.weight": head.bfloat16(), "model.norm.weight": ones(hidden)}
+rest |= model.rest()
 index = {}
 
 
@@ -78,7 +75,7 @@ def tokenizer():
     """Makes a tokenizer with one id for each byte, so that every text can be encoded, and a chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    special = ["<pad>", "<eos>", "<bos>"]
+    special = ["<pad>", "<eos>", "<bos>", *getattr(model, "special", ())]
     words = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     words += [f"<{word}>" for word in range(len(words), VOCABULARY)]
     made = Tokenizer(models.BPE(vocab={word: token for token, word in enumerate(words)}, merges=[]))

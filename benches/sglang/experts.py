@@ -32,12 +32,17 @@ def plain(weight: Tensor, rng: torch.Generator) -> Tensors:
     return {"weight": weight}
 
 
-def to_e4m3(weight: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Codes, and the scale of each block of so many rows and columns. Blocks at the end may be smaller."""
+def to_e4m3(weight: Tensor, rows: int, columns: int, powers: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes, and the scale of each block of so many rows and columns. Blocks at the end may be smaller.
+
+    powers: scales are powers of two.
+    """
     height, width = weight.shape
     whole = torch.nn.functional.pad(weight.float(), (0, -width % columns, 0, -height % rows))
     blocks = whole.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     scale = blocks.abs().amax((1, 3)) / E4M3_MAX
+    if powers:
+        scale = torch.exp2(scale.log2().ceil())
     codes = (blocks / scale[:, None, :, None]).view(whole.shape).to(torch.float8_e4m3fn)
     return codes[:height, :width], scale
 

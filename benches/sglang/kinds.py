@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,11 +18,28 @@ class Kind:
     dense: int = 0  # layers without experts
     updates: bool = True  # whether SGLang's model can load weights again
     sm90_layout: bool = False  # whether the server with oxmoe gets that plugin
+    environment: Mapping[str, str] = field(default_factory=dict)  # of both
 
 
 # Pages have the size of the model's blocks, as with the attention that SGLang chooses for it on Hopper. SGLang's model
 # joins projections while it loads weights, and frees what they were made of, so it cannot load weights again.
 MINIMAX_M3: dict[str, Any] = {"options": ("--page-size", "128"), "dense": 1, "updates": False}
+
+# With these SGLang's DeepSeek-V4 needs neither DeepGEMM nor flashinfer, and TileLang for one kernel alone: torch and
+# Triton compute the mixing of residuals, the scores of the indexer and their top-k. SGLang takes wo_a in bf16 then. In
+# the capture of graphs SGLang would compile that mixing with torch.compile, again for each size of a batch.
+V4_LEAST = {
+    "SGLANG_ENABLE_JIT_DEEPGEMM": "0",
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",
+    "SGLANG_OPT_DSV4_NONPAGED_INDEXER": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+}
+# torch's scores of the indexer take memory by the length of the context. Windows take room in a pool of their own.
+V4_OPTIONS = ("--attention-backend", "dsv4", "--context-length", "4096", "--swa-full-tokens-ratio", "0.5")
 
 KINDS = {
     # SGLang chooses triton_kernels for GPT-OSS. Its release for SGLang 0.5.23 needs a newer Triton than 3.6. Marlin
@@ -58,5 +76,12 @@ KINDS = {
         options=("--max-mamba-cache-size", "256"),
         sm90_layout=True,
         updates=False,
+    ),
+    # SGLang would choose flashinfer for these experts. Marlin needs no flashinfer.
+    "deepseek-v4": Kind(
+        "DeepSeek-V4-Flash, MXFP4 experts in an fp8 checkpoint",
+        43,
+        options=("--moe-runner-backend", "marlin", "--dsa-topk-backend", "torch", *V4_OPTIONS),
+        environment=V4_LEAST,
     ),
 }

@@ -91,7 +91,7 @@ class Server:
     """A server in its own process group, with its own caches of compiled kernels."""
 
     def __init__(self, mode: str, cell: Cell, checkpoint: Path, out: Path, arguments: argparse.Namespace) -> None:
-        self.mode, self.kind, self.log = mode, cell.kind, out / f"{cell}-{mode}.log"
+        self.mode, self.log = mode, out / f"{cell}-{mode}.log"
         self.setting = ("moe,allreduce" if arguments.allreduce and cell.ranks > 1 else "moe") if mode == "on" else ""
         self.port = _free_port()
         self.options = [*shlex.split(arguments.server_args), "--incremental-streaming-output"]
@@ -108,7 +108,7 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port), *self.options]
         caches = checkpoint.parent / f"caches-{cell}-{mode}"
         caches.mkdir()
-        environment = {**os.environ, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **kind.environment, "OXMOE_SGLANG": self.setting, "HF_HUB_OFFLINE": "1"}
         environment.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS", "0")
         environment["TRITON_CACHE_DIR"] = str(caches / "triton")
         if mode == "on" and kind.sm90_layout:

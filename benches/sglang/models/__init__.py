@@ -6,12 +6,9 @@ are for a machine without a GPU.
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
-
-from models.common import VOCABULARY, Weights
+from models.common import VOCABULARY, Model, Weights
 from models.deepseek_v3 import DeepSeekV3
+from models.deepseek_v4 import DeepSeekV4
 from models.gpt_oss import GptOss
 from models.kimi_k3 import KimiK3
 from models.llama4 import Llama4
@@ -20,20 +17,6 @@ from models.mixtral import Mixtral
 from models.qwen3 import Glm4, Qwen3
 
 __all__ = ["MODELS", "VOCABULARY", "Model", "Weights"]
-
-
-class Model(Protocol):
-    formats: bool  # whether the experts may be in any format of experts.py
-    config: dict  # config.json without the format
-    hidden: int
-    root: str  # of every tensor's name
-    centred: bool  # whether norms multiply by one more than their weights
-
-    def __init__(self, weights: Weights, layers: int) -> None: ...
-
-    def layer(self, n: int) -> dict[str, Tensor]:
-        """Makes the tensors of layer n by their names."""
-        ...
 
 
 MODELS: dict[str, type[Model]] = {
@@ -45,4 +28,5 @@ MODELS: dict[str, type[Model]] = {
     "deepseek": DeepSeekV3,
     "minimax-m3": MiniMaxM3,
     "kimi-k3": KimiK3,
+    "deepseek-v4": DeepSeekV4,
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from experts import Format, plain
 from torch import Tensor
@@ -35,6 +37,27 @@ class Weights:
     def linear(self, rows: int, columns: int) -> dict[str, Tensor]:
         """A matrix that is not an expert's, in the checkpoint's format of such matrices."""
         return (self.experts.linear or plain)(self.randn(rows, columns), self.rng)
+
+
+class Model:
+    """A model with so many layers. `config` is config.json without the format."""
+
+    formats = True  # whether the experts may be in any format of experts.py
+    root = ""  # of every tensor's name
+    config: dict[str, Any]
+    hidden: int
+
+    def __init__(self, weights: Weights, layers: int) -> None:
+        raise NotImplementedError
+
+    def layer(self, n: int) -> dict[str, Tensor]:
+        """Makes the tensors of layer n by their names."""
+        raise NotImplementedError
+
+    def rest(self) -> dict[str, Tensor]:
+        """Makes tensors of no layer besides the embedding, the output rows and the last norm, by their names. Those of
+        the same name take their place."""
+        return {}
 
 
 def ones(n: int) -> Tensor:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.common import VOCABULARY, Weights, gated, named, norms, ones
+from models.common import VOCABULARY, Model, Weights, gated, named, norms, ones
 
 
-class DeepSeekV3:
-    formats, root, centred = True, "", False
-
+class DeepSeekV3(Model):
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small
         self.hidden, self.heads, self.of, chosen, self.inner = (256, 4, 8, 2, 128) if small else (7168, 16, 256, 8, 256)

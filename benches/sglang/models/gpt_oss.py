@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.common import VOCABULARY, Weights, attention, norms
+from models.common import VOCABULARY, Model, Weights, attention, norms
 
 
-class GptOss:
-    formats, root, centred = False, "", False
+class GptOss(Model):
+    formats = False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights = weights

@@ -10,14 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.common import VOCABULARY, Weights, gated, named, norms, ones
+from models.common import VOCABULARY, Model, Weights, gated, named, norms, ones
 
 _TAPS = 4  # of the convolution before a KDA layer's attention
 
 
-class KimiK3:
-    formats, root = True, ""
-
+class KimiK3(Model):
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, self.layers, small = weights, layers, weights.small
         self.hidden, self.latent, self.heads, self.of, chosen, self.inner = (

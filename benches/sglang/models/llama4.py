@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.common import VOCABULARY, Weights, attention, norms
+from models.common import VOCABULARY, Model, Weights, attention, norms
 
 
-class Llama4:
-    formats, root, centred = False, "language_model.", False
+class Llama4(Model):
+    formats = False
+    root = "language_model."
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small

@@ -6,17 +6,16 @@ others have experts, with a shared one, and attention over blocks that an index 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from models.common import Weights, attention, attention_config, gated, named
+from models.common import Model, Weights, attention, attention_config, gated, named
 
 DENSE = 1  # first layers without experts and without an index
 NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
-class MiniMaxM3:
-    formats, root, centred = True, "", True
-
+class MiniMaxM3(Model):
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights = weights
         self.head = 128  # the model's kernel of norms and rotation takes no other
@@ -57,6 +56,10 @@ class MiniMaxM3:
                 "sparse_score_type": "max",
             },
         }
+
+    def rest(self) -> dict[str, Tensor]:
+        # Norms multiply by one more than their weights.
+        return {"model.norm.weight": torch.zeros(self.hidden, dtype=torch.bfloat16)}
 
     def layer(self, n: int) -> dict[str, Tensor]:
         w, p = self.weights, f"model.layers.{n}."

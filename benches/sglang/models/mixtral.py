@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.common import Weights, attention, attention_config, norms
+from models.common import Model, Weights, attention, attention_config, norms
 
 
-class Mixtral:
-    formats, root, centred = False, "", False
+class Mixtral(Model):
+    formats = False
 
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights = weights

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.common import Weights, attention, attention_config, gated, norms, ones
+from models.common import Model, Weights, attention, attention_config, gated, norms, ones
 
 
-class Qwen3:
-    formats, root, centred = True, "", False
+class Qwen3(Model):
     sizes = (2048, 32, 4, 128, 128, 8, 768)
 
     def __init__(self, weights: Weights, layers: int) -> None:
