@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,9 @@ from sglang.srt.layers.moe.topk import TopK, TopKOutputFormat
 from sglang.srt.model_loader.loader import DefaultModelLoader
 
 from cases import Shape, make_x
+from check_command import in_folder, moe
 from deepseek_v4_cases import CHECKPOINT, close, config, drawn, expected, layer_of, tensors_of
+from sglang_cpu.checkpoints import LAYERS, make
 from sglang_server import ADAPTER, VERSION, installed, only_cores, server
 from test_sglang_fp8 import forward
 
@@ -218,3 +221,24 @@ def test_the_models_moe_blocks(rng: torch.Generator) -> None:
             # Without CUDA, SGLang's block multiplies by the factor, so the layer does not. Its logits are bf16.
             error = (result.double() - expected(blocks, x, weights, ids, factor=1.5)).norm(dim=1)
             assert (error / result.double().norm(dim=1)).max() < 0.02
+
+
+@only_cores
+def test_the_written_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """SGLang and `python -m oxmoe check` find MXFP4 experts in it, and SGLang knows all names beside the attention."""
+    from safetensors import safe_open
+    from sglang.srt.configs.deepseek_v4 import try_detect_fp4_experts
+    from sglang.srt.models.deepseek_v4 import DeepseekV4ForCausalLM
+
+    folder = make(tmp_path / "model", "deepseek-v4", 5)
+    assert try_detect_fp4_experts(str(folder)) is True
+    capsys.readouterr()
+    (kind,) = moe(in_folder(folder, capsys))
+    assert (kind["count"], kind["format"]) == (LAYERS, "MXFP4 in an fp8 checkpoint")
+    with server():
+        known = {name for name, _ in model_of((0, 1), Shape("v4-written", 8, 2, 256, 128)).named_parameters()}
+    with safe_open(folder / "layer0.safetensors", "pt") as file:
+        names = {DeepseekV4ForCausalLM.remap_weight_name_to_dpsk_hf_format(name) for name in file.keys()}
+    for name in names:
+        if ".experts." not in name and ".shared_experts." not in name and ".mlp." in name:
+            assert name in known
