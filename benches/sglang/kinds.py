@@ -65,12 +65,13 @@ KINDS = {
         without="minimax-m3-mxfp8-numbers",
         **MINIMAX_M3,
     ),
-    # SGLang's call of flashinfer leaves SiTU out, and Marlin does not. Neither server can update these weights: their
-    # parameters are laid out anew after loading.
+    # SGLang's call of flashinfer leaves SiTU out, and Marlin does not. Before it captures graphs, SGLang imports
+    # flashinfer to tune kernels that do not run with oxmoe. Neither server can update these weights: their parameters
+    # are laid out anew after loading.
     "kimi-k3-mxfp4": Kind(
         "Kimi-K3, MXFP4, a rank's part of eight",
         92,
-        on=("--moe-runner-backend", "flashinfer_mxfp4"),
+        on=("--moe-runner-backend", "flashinfer_mxfp4", "--disable-flashinfer-autotune"),
         off=("--moe-runner-backend", "marlin"),
         # Otherwise the states of linear attention would take the memory of another server on this GPU.
         options=("--max-mamba-cache-size", "256"),
