@@ -40,6 +40,7 @@ from typing import Any
 
 import client
 import sm90_layout
+from judging import Seen, compared, judge, without_list
 from kinds import KINDS
 
 HERE = Path(__file__).parent
@@ -222,18 +223,6 @@ def swapped(folder: Path, other: Path) -> None:
         save_file(renamed, other / f"layer{new}.safetensors")
 
 
-@dataclass
-class Seen:
-    """The answers of one server, and its row."""
-
-    mode: str
-    row: dict[str, Any]
-    tokens: dict[str, list[list[int]]] = field(default_factory=dict)
-    timed: dict[str, list[tuple[list[client.Answer], float]]] = field(default_factory=dict)
-    logprobs: list[list[float]] = field(default_factory=list)
-    updated: bool = False
-
-
 class Measurement:
     def __init__(self, load: client.Load, requests: int, updates: dict[str, Path], deadline: Deadline) -> None:
         """updates: for each server the folder of other weights, if it is to load them."""
@@ -274,7 +263,7 @@ class Measurement:
         log-probabilities; requests beside aborted ones."""
         answers, _ = self.load.run(server.port, self.loads["16"][0], 16, False)
         seen.tokens["16 again"] = [answer.tokens for answer in answers]
-        seen.row["same_server_twice"] = _without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
+        seen.row["same_server_twice"] = without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))
         seen.logprobs = client.logprobs(server.port, [request.prompt for request in self.probe])
         self._aborted(server, seen)
 
@@ -308,56 +297,6 @@ class Measurement:
         seen.updated = True
         changed = client.compare(seen.tokens["updated"], seen.tokens["beside aborted"])
         seen.row["update"] = {"seconds": time.monotonic() - start, "answers_that_changed": len(changed["divergences"])}
-
-
-def _without_list(comparison: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in comparison.items() if name != "divergences"}
-
-
-def compared(off: Seen, on: Seen, server: Server, measurement: Measurement, limit: int = 12) -> dict[str, Any]:
-    """Compares the tokens of both servers. Where they part first, it asks how much the server with oxmoe prefers its
-    token."""
-    row: dict[str, Any] = {"logprobs": client.spread(on.logprobs, off.logprobs), "tokens": {}}
-    asked = 0
-    for name in on.tokens.keys() & off.tokens.keys() - {"16 again"}:
-        result = client.compare(on.tokens[name], off.tokens[name])
-        for at in result["divergences"] if name != "updated" else []:
-            if asked == limit:
-                break
-            asked += 1
-            n, position = at["request"], at["position"]
-            prefix = [*measurement.requests(name)[n].prompt, *on.tokens[name][n][:position]]
-            at["margin"] = client.margin(server.port, prefix, at["on"], at["off"])
-        result["divergences"] = result["divergences"][:limit]
-        row["tokens"][name] = result
-    return row
-
-
-def judge(cell: Cell, layers: int, off: Seen, on: Seen, comparison: dict[str, Any] | None) -> list[str]:
-    """Returns what is wrong with a cell, which has so many layers of experts.
-
-    Two kernels round differently, so two servers part where two tokens are nearly as likely as each other. A server's
-    log-probabilities are off the other's by up to `most` (measured on the same tokens). Two tokens may part if their
-    distance is within twice that.
-    """
-    wrong = [f"{seen.mode}: {seen.row['error']}" for seen in (off, on) if "error" in seen.row]
-    if "update_error" in on.row:
-        wrong.append(f"on: {on.row['update_error']}")
-    ran = on.row.get("layers_on_oxmoe")
-    if ran is not None and "error" not in on.row and (not ran or any(pair != [layers, layers] for pair in ran)):
-        wrong.append(f"the log says of layers on oxmoe {ran}, expected [{layers}, {layers}]")
-    if off.row.get("layers_on_oxmoe"):
-        wrong.append("the server without oxmoe ran on it")
-    for seen in (off, on):
-        if seen.updated and seen.row["update"]["answers_that_changed"] == 0:
-            wrong.append(f"{seen.mode}: no answer changed with the weights")
-    if comparison is not None:
-        bar = 2 * comparison["logprobs"]["most"]
-        for name, result in comparison["tokens"].items():
-            for at in result["divergences"]:
-                if abs(at.get("margin", 0.0)) > bar:
-                    wrong.append(f"{name}: answer {at['request']} parts at {at['position']}, margin {at['margin']:.3f}")
-    return wrong
 
 
 def machine() -> dict[str, Any]:
@@ -434,32 +373,53 @@ class Run:
         cell, work, measurement, servers = begun.cell, begun.work, begun.measurement, begun.servers
         of = {"cell": str(cell), "kind": cell.kind, "label": f"{KINDS[cell.kind].label}, TP{cell.ranks}"}
         seen = {mode: Seen(mode, {**of, "mode": mode}) for mode in ("off", "on")}
-        comparison = None
+        comparison: dict[str, Any] = {}
         try:
             if self.arguments.together:
-                # Both servers are up. Their rounds alternate, so that both see the same machine.
-                self._each(servers, seen, lambda mode: servers[mode].ready(self.deadline))
-                self._each(servers, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
-                for _ in range(self.arguments.rounds):
-                    self._each(servers, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
+                # Both servers are up. Their rounds alternate, so that both see the same machine, and both are asked
+                # about the places where their answers part.
+                self._measure(servers, seen, measurement)
+                self._compare(servers, seen, measurement, comparison)
             for mode in ("off", "on"):
                 if mode not in servers:
                     servers[mode] = Server(mode, cell, begun.checkpoints[mode], self.arguments.out, self.arguments)
-                    one = {mode: servers[mode]}
-                    self._each(one, seen, lambda mode: servers[mode].ready(self.deadline))
-                    self._each(one, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
-                    for _ in range(self.arguments.rounds):
-                        self._each(one, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
-                comparison = self._server(cell, servers[mode], seen, measurement)
-                servers[mode].end()
+                    self._measure({mode: servers[mode]}, seen, measurement)
+                    if mode == "on":
+                        self._compare({mode: servers[mode]}, seen, measurement, comparison)
+                self._finish(cell, servers[mode], seen[mode], measurement)
         finally:
-            for server in servers.values():
+            # The rows of a run that is stopped are written, too.
+            for mode, server in servers.items():
+                self._write_server(cell, server, seen[mode])
                 server.end()
             shutil.rmtree(work, ignore_errors=True)
+        if comparison and all(each.updated for each in seen.values()):
+            after = client.compare(seen["on"].tokens["updated"], seen["off"].tokens["updated"])
+            comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}
         layers = self.layers(cell) - KINDS[cell.kind].dense
-        wrong = judge(cell, layers, seen["off"], seen["on"], comparison)
+        wrong = judge(layers, seen["off"], seen["on"], comparison)
         self.wrong += [f"{cell}: {text}" for text in wrong]
-        self.write({**of, "mode": "compared", "wrong": wrong, **(comparison or {})})
+        self.write({**of, "mode": "compared", "wrong": wrong, **comparison})
+
+    def _measure(self, servers: dict[str, Server], seen: dict[str, Seen], measurement: Measurement) -> None:
+        self._each(servers, seen, lambda mode: servers[mode].ready(self.deadline))
+        self._each(servers, seen, lambda mode: measurement.warmed(servers[mode], seen[mode]))
+        for _ in range(self.arguments.rounds):
+            self._each(servers, seen, lambda mode: measurement.round(servers[mode], seen[mode]))
+        self._each(servers, seen, lambda mode: measurement.rest(servers[mode], seen[mode]))
+
+    def _compare(
+        self, servers: dict[str, Server], seen: dict[str, Seen], measurement: Measurement, comparison: dict[str, Any]
+    ) -> None:
+        """Fills `comparison` with how the answers of both servers compare, if both gave all of them."""
+        if any("error" in each.row or not each.logprobs for each in seen.values()):
+            return
+        ports = {mode: server.port for mode, server in servers.items()}
+
+        def compare(_: str) -> None:
+            comparison.update(compared(seen["off"], seen["on"], ports, measurement.requests))
+
+        self._each({"on": servers["on"]}, seen, compare)
 
     def _each(self, servers: dict[str, Server], seen: dict[str, Seen], step: Callable[[str], None]) -> None:
         """Runs a step for each server in turn. A server whose step fails has no further steps, and its row says why."""
@@ -475,34 +435,24 @@ class Run:
         if not isinstance(error, Problem | RuntimeError):
             traceback.print_exc()
 
-    def _server(
-        self, cell: Cell, server: Server, seen: dict[str, Seen], measurement: Measurement
-    ) -> dict[str, Any] | None:
-        """Measures what is not timed and writes the server's row; with oxmoe, also how its answers compare."""
-        mine = seen[server.mode]
-        mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks}
-        started = "ahead" if self.arguments.ahead else "together" if self.arguments.together else "alone"
-        mine.row |= {"layers": self.layers(cell), "started": started}
-        mine.row["start_s"] = server.start_seconds
-        comparison = None
-        try:
-            if "error" not in mine.row:
-                measurement.rest(server, mine)
-                if server.mode == "on" and seen["off"].logprobs:
-                    comparison = compared(seen["off"], mine, server, measurement)
-                if KINDS[cell.kind].updates:
-                    self._updated(server, mine, measurement)
-                if comparison and mine.updated and seen["off"].updated:
-                    after = client.compare(mine.tokens["updated"], seen["off"].tokens["updated"])
-                    comparison["tokens"]["updated"] = {**after, "divergences": after["divergences"][:12]}
-        except Exception as error:
-            self._failed(mine, error)
-        finally:
-            # The row of a run that is stopped is written, too.
-            mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
-            self.write(mine.row)
+    def _finish(self, cell: Cell, server: Server, mine: Seen, measurement: Measurement) -> None:
+        """Updates the server's weights, writes its row and ends it."""
+        if "error" not in mine.row and KINDS[cell.kind].updates:
+            self._updated(server, mine, measurement)
+        self._write_server(cell, server, mine)
+        server.end()
         _say(f"{cell} {server.mode}: {mine.row.get('error') or 'measured'}, {self.deadline.left():.0f} s left")
-        return comparison
+
+    def _write_server(self, cell: Cell, server: Server, mine: Seen) -> None:
+        """Writes a server's row, once."""
+        if mine.written:
+            return
+        started = "ahead" if self.arguments.ahead else "together" if self.arguments.together else "alone"
+        mine.row |= {"setting": server.setting, "options": server.options, "ranks": cell.ranks, "started": started}
+        mine.row |= {"layers": self.layers(cell), "start_s": server.start_seconds}
+        mine.row |= {"layers_on_oxmoe": [list(pair) for pair in server.layers_on_oxmoe()], **server.log_numbers()}
+        self.write(mine.row)
+        mine.written = True
 
     def _updated(self, server: Server, mine: Seen, measurement: Measurement) -> None:
         """Updates the server's weights. Not every part of SGLang can do so (GPT-OSS on triton_kernels): that is no

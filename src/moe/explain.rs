@@ -2,13 +2,13 @@
 
 use super::call::require_countable;
 use super::plan::{self, routing::Logits, CallDesc, Routed, Source, Workspace};
-use super::topk::require_groups;
+use super::topk::{require_groups, MAX_EXPERTS};
 use super::weights::ExpertWeights;
 use super::MAX_TOP_K;
 use crate::contract;
 use crate::desc::LayerDesc;
 use crate::device::{gpu, Arch, Device};
-use crate::error::{guard, Result};
+use crate::error::{guard, Error, Result};
 use crate::quant;
 use pyo3::prelude::*;
 
@@ -120,6 +120,11 @@ pub fn explain(
             contract!(
                 "{option}: a call with given ids has no router; expected routing \"logits\" or None, got \"ids\""
             );
+        }
+        if routing != Some("ids") && num_experts > MAX_EXPERTS {
+            return Err(Error::Unsupported(format!(
+                "num_experts: {num_experts} with router logits; supported: 1 to {MAX_EXPERTS}; routing \"ids\" shows a call with given ids"
+            )));
         }
         let call = |logits| {
             CallDesc::new(layer, Source::Routed(Routed { tokens: num_tokens, top_k, logits, routes_inside: true }))

@@ -96,8 +96,12 @@ pub fn routing(
 ) -> Result<RoutingPlan> {
     let (tokens, top_k, experts) = (tokens as u32, top_k as u32, experts as u32);
     RoutingPlan::new(&RoutingDesc { tokens, top_k, experts, logits, sm: device.arch.0 }).ok_or_else(|| {
+        let router = match logits {
+            Some(logits) => format!("router logits (groups: {})", logits.groups),
+            None => "given ids".into(),
+        };
         Error::Unsupported(format!(
-            "routing {experts} experts with top-{top_k}, logits {logits:?}; supported on GPUs: up to {} experts, fused shared ones included, with logits in up to 32 groups, top_k up to {}",
+            "routing {experts} experts with top-{top_k} and {router}; supported on GPUs: up to {} experts, fused shared ones included, with logits in up to 32 groups, top_k up to {}",
             routing::MAX_EXPERTS, routing::MAX_TOP_K
         ))
     })

@@ -52,7 +52,7 @@ impl<'py> Operands<'py> {
     }
 }
 
-const MAX_EXPERTS: i64 = 1024;
+pub(super) const MAX_EXPERTS: i64 = 1024;
 /// Most experts of `routing_tables`: csrc/moe/ragged.cuh has room for these in shared memory.
 const MAX_TABLE_EXPERTS: i64 = 512;
 const MAX_GROUPS: i64 = 32;

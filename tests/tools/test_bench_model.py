@@ -264,7 +264,10 @@ def test_arguments(arguments: list[str], words: str, tmp_path: Path, capsys: pyt
 
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, words in ((tmp_path / "none.json", "No such file"), (tmp_path, "config.json: No such file")):
+    for path, words in (
+        (tmp_path / "none.json", "No such file"),
+        (tmp_path, "config.json: No such file or directory; name a folder that has one"),
+    ):
         with pytest.raises(SystemExit):
             __main__.main(["bench", "--model", str(path), "--device", "cpu"])
         assert words in capsys.readouterr().err
@@ -274,7 +277,7 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "the model has no MoE layers: there is nothing for oxmoe to take over" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         __main__.main(["bench", "--device", "cpu", "--tp", "2", "--step-ms", "3"])
-    assert "--layout routed does not read --tp, --step-ms" in capsys.readouterr().err
+    assert "--tp belongs to --model: give it, too" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         run(tmp_path, nemotron())
     assert "NemotronHForCausalLM has experts without gates" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def judged(serve: ModuleType, *, on: dict[str, Any] | None = None, margin: float
     seen["on"].updated = True
     divergence = {"request": 3, "position": 9, "off": 1, "on": 2, "margin": margin}
     comparison = {"logprobs": {"most": 0.05}, "tokens": {"16": {"divergences": [divergence]}}}
-    return serve.judge(serve.Cell("qwen", 1), 4, seen["off"], seen["on"], comparison)
+    return serve.judge(4, seen["off"], seen["on"], comparison)
 
 
 def test_judge(serve: ModuleType) -> None:
@@ -80,6 +80,29 @@ def test_judge(serve: ModuleType) -> None:
     assert "[4, 4]" in judged(serve, on={"layers_on_oxmoe": []})[0]
     assert "no answer changed" in judged(serve, updated=0)[0]
     assert judged(serve, on={"error": "Problem: it ended"}) == ["on: Problem: it ended"]
+
+
+@pytest.mark.parametrize("up", [("off", "on"), ("on",)], ids="-".join)
+def test_servers_that_are_up_are_asked_where_answers_part(
+    serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch, up: tuple[str, ...]
+) -> None:
+    """Both servers are asked about the two tokens, after the prompt and what both answered before."""
+    asked: list[tuple[int, list[int], int, int]] = []
+
+    def margin(port: int, prefix: list[int], chosen: int, other: int) -> float:
+        asked.append((port, prefix, chosen, other))
+        return float(port)
+
+    monkeypatch.setattr(client, "margin", margin)
+    seen = {mode: serve.Seen(mode, {}, logprobs=[[-1.0]]) for mode in ("off", "on")}
+    seen["off"].tokens, seen["on"].tokens = {"16": [[4, 5], [6, 7]]}, {"16": [[4, 5], [6, 8]]}
+    ports = {mode: {"off": 1, "on": 2}[mode] for mode in up}
+    row = serve.compared(seen["off"], seen["on"], ports, lambda name: [client.Request((n, n), 2) for n in (1, 2)])
+    (part,) = row["tokens"]["16"]["divergences"]
+    assert asked == [(port, [2, 2, 6], 8, 7) for port in ((2, 1) if "off" in up else (2,))]
+    assert part["margin"] == 2.0 and part.get("margin_without") == (1.0 if "off" in up else None)
+    (said,) = serve.judge(4, serve.Seen("off", {}), serve.Seen("on", {"layers_on_oxmoe": [[4, 4]]}), row)
+    assert said == "16: answer 1 parts at 1, margin 2.000" + (", without oxmoe 1.000" if "off" in up else "")
 
 
 def test_cells(serve: ModuleType) -> None:
@@ -235,3 +258,18 @@ def test_servers_of_all_cells_start_before_the_first_is_measured(
     rows = list(map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines()))
     assert [row["cell"] for row in rows] == ["qwen-awq-tp1"] * 3 + ["gpt-tp1"] * 3
     assert {row["started"] for row in rows if row["mode"] != "compared"} == {"ahead" if ahead else "together"}
+
+
+def test_the_rows_of_a_run_that_is_stopped_are_written(
+    serve: ModuleType, client: ModuleType, timed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stopped(*_: Any) -> None:
+        sys.exit(143)
+
+    monkeypatch.setattr(client, "logprobs", stopped)
+    arguments = ["serve.py", str(tmp_path / "out"), "--cells", "qwen", "--rounds", "1", "--together"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--work", str(tmp_path / "work")])
+    with pytest.raises(SystemExit):
+        serve.main()
+    rows = list(map(json.loads, (tmp_path / "out" / "serve.jsonl").read_text().splitlines()))
+    assert [row["mode"] for row in rows] == ["off", "on"] and all(row["loads"] for row in rows)

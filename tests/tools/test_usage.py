@@ -54,7 +54,7 @@ NUMBERS = [
     ("bench --sustain nan", "--sustain: expected a number from 0 to 3600, got 'nan'"),
     ("bench --layout masked --fill 101", "--fill: expected a number from 0 to 100, got '101'"),
     ("bench --allreduce 1", "--allreduce: expected a whole number from 2 to 8, got '1'"),
-    ("bench --allreduce 3", "--allreduce: expected 2, 4 or 8 of 0 GPUs, got 3"),
+    ("bench --allreduce 3", "expected 2, 4 or 8, but no more than torch's 0 GPUs, got 3"),
     ("bench --shapes ,", "--shapes: expected a name, got nothing"),
     ("bench --device cuda", "--device cuda: torch sees no CUDA GPU here"),
     ("bench --device tpu", "--device: invalid choice: 'tpu'"),
@@ -67,6 +67,14 @@ NUMBERS = [
     ("explain --layer dsv3-tp8 --groups 7", "num_expert_group: expected 0 or a divisor of 256 experts up to 32, got 7"),
     ("explain --layer dsv3-tp8 --groups 8 --routing ids", "num_expert_group: a call with given ids has no router"),
     ("explain --layer dsv3-tp8 --bias --routing ids", "correction_bias: a call with given ids has no router"),
+    (
+        "explain --experts 2000 --top-k 2 --hidden 64 --intermediate 64 --arch cpu",
+        'num_experts: 2000 with router logits; supported: 1 to 1024; routing "ids" shows a call with given ids',
+    ),
+    (
+        "explain --experts 2000 --top-k 2 --hidden 64 --intermediate 64 --arch sm_90 --routing ids",
+        "routing 2000 experts with top-2 and given ids; supported on GPUs: up to 1024 experts",
+    ),
     ("explain --layer nothing", "unknown layer nothing; known: qwen3-30b-a3b, "),
     ("explain --layer qwen3-30b-a3b --format fp9", "unknown format fp9; known: bf16, "),
     ("explain --layer qwen3-30b-a3b --arch sm_95", "one of sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110"),
@@ -94,7 +102,9 @@ UNREAD = [
     ("bench --distance --json x", "--distance does not read --json"),
     ("bench --allreduce 2 --shapes dsv3-tp8", "--allreduce does not read --shapes"),
     ("bench --layout masked --pattern hot --plot x", "--layout masked does not read --pattern, --plot"),
-    ("bench --fill 3", "--layout routed does not read --fill"),
+    ("bench --fill 3", "--fill belongs to --layout masked: give it, too"),
+    ("bench --tp 8", "--tp belongs to --model: give it, too"),
+    ("bench --layout routed --fill 3", "--layout routed does not read --fill"),
     ("bench --device cpu --layers 3 --sustain 0", "a run on the CPU does not read --layers, --sustain"),
     ("explain --layer qwen3-30b-a3b --hidden 64", "--layer brings --hidden"),
     ("bench --run x", "--run names the rows of --json: give --json, too"),
@@ -140,6 +150,7 @@ def test_tables_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = tmp_path / "rows.jsonl"
     assert f"--table: cannot read {path}: No such file" in refused(["bench", "--table", str(path)], capsys)
     assert f"--table: cannot read {tmp_path}: Is a directory" in refused(["bench", "--table", str(tmp_path)], capsys)
+    assert f"--against: cannot read {path}: No such file" in refused(["bench", "--against", str(path)], capsys)
     path.write_bytes(b"\xff\xfe\n")
     assert f"--table: cannot read {path}: it is no text" in refused(["bench", "--table", str(path)], capsys)
     whole = '{"op": "moe", "shape": "a", "format": "bf16", "tokens": 1, "backend": "oxmoe", "us": 1.0, "date": "d"'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,6 +97,41 @@ def attention(weights: Weights, p: str, hidden: int, heads: int, key_heads: int,
     for name, size in of.items():
         tensors |= named(f"{p}self_attn.{name}_proj", weights.linear(*size))
     return tensors
+
+
+@dataclass(frozen=True)
+class Latent:
+    """DeepSeek's attention (MLA) with queries, keys and values of low rank."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int  # columns of a head's queries and keys without rotation
+    rope: int  # and with it
+    value: int  # columns of a head's values
+
+    def config(self) -> dict[str, int]:
+        return {
+            "q_lora_rank": self.q_rank,
+            "kv_lora_rank": self.kv_rank,
+            "qk_nope_head_dim": self.nope,
+            "qk_rope_head_dim": self.rope,
+            "v_head_dim": self.value,
+        }
+
+    def tensors(self, weights: Weights, p: str, hidden: int, heads: int) -> dict[str, Tensor]:
+        tensors = {
+            p + "self_attn.q_a_layernorm.weight": ones(self.q_rank),
+            p + "self_attn.kv_a_layernorm.weight": ones(self.kv_rank),
+        }
+        for name, rows, columns in (
+            ("q_a_proj", self.q_rank, hidden),
+            ("q_b_proj", heads * (self.nope + self.rope), self.q_rank),
+            ("kv_a_proj_with_mqa", self.kv_rank + self.rope, hidden),
+            ("kv_b_proj", heads * (self.nope + self.value), self.kv_rank),
+            ("o_proj", hidden, heads * self.value),
+        ):
+            tensors |= named(f"{p}self_attn.{name}", weights.linear(rows, columns))
+        return tensors
 
 
 def gated(make, p: str, hidden: int, inner: int) -> dict[str, Tensor]:

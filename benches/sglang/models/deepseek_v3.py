@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from models.common import VOCABULARY, Model, Weights, gated, named, norms, ones
+from models.common import VOCABULARY, Latent, Model, Weights, gated, norms
 
 
 class DeepSeekV3(Model):
     def __init__(self, weights: Weights, layers: int) -> None:
         self.weights, small = weights, weights.small
         self.hidden, self.heads, self.of, chosen, self.inner = (256, 4, 8, 2, 128) if small else (7168, 16, 256, 8, 256)
-        self.q_rank, self.kv_rank, self.nope, self.rope, self.value = (
-            (64, 64, 32, 16, 32) if small else (1536, 512, 128, 64, 128)
-        )
+        self.attention = Latent(64, 64, 32, 16, 32) if small else Latent(1536, 512, 128, 64, 128)
         self.config = {
             "architectures": ["DeepseekV3ForCausalLM"],
             "model_type": "deepseek_v3",
@@ -35,11 +33,7 @@ class DeepSeekV3(Model):
             "routed_scaling_factor": 2.5,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
-            "q_lora_rank": self.q_rank,
-            "kv_lora_rank": self.kv_rank,
-            "qk_nope_head_dim": self.nope,
-            "qk_rope_head_dim": self.rope,
-            "v_head_dim": self.value,
+            **self.attention.config(),
             "vocab_size": VOCABULARY,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
@@ -60,18 +54,7 @@ class DeepSeekV3(Model):
 
     def layer(self, n: int) -> dict[str, Tensor]:
         w, H, p = self.weights, self.hidden, f"model.layers.{n}."
-        t = norms(p, H) | {
-            p + "self_attn.q_a_layernorm.weight": ones(self.q_rank),
-            p + "self_attn.kv_a_layernorm.weight": ones(self.kv_rank),
-        }
-        for name, rows, columns in (
-            ("q_a_proj", self.q_rank, H),
-            ("q_b_proj", self.heads * (self.nope + self.rope), self.q_rank),
-            ("kv_a_proj_with_mqa", self.kv_rank + self.rope, H),
-            ("kv_b_proj", self.heads * (self.nope + self.value), self.kv_rank),
-            ("o_proj", H, self.heads * self.value),
-        ):
-            t |= named(f"{p}self_attn.{name}", w.linear(rows, columns))
+        t = norms(p, H) | self.attention.tensors(w, p, H, self.heads)
         t[p + "mlp.gate.weight"] = w.randn(self.of, H)
         t[p + "mlp.gate.e_score_correction_bias"] = w.randn(self.of, scale=0.1).float()
         for e in range(self.of):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from models.common import VOCABULARY, Model, Weights, gated, named, norms, ones
+from models.common import VOCABULARY, Latent, Model, Weights, gated, named, norms, ones
 
 _TAPS = 4  # of the convolution before a KDA layer's attention
 
@@ -21,9 +21,8 @@ class KimiK3(Model):
         self.hidden, self.latent, self.heads, self.of, chosen, self.inner = (
             (512, 256, 4, 8, 2, 128) if small else (7168, 3584, 12, 896, 16, 384)
         )
-        self.q_rank, self.kv_rank, self.nope, self.rope, self.value, self.head = (
-            (64, 64, 32, 16, 32, 32) if small else (1536, 512, 128, 64, 128, 128)
-        )
+        self.attention = Latent(64, 64, 32, 16, 32) if small else Latent(1536, 512, 128, 64, 128)
+        self.head = self.attention.value  # columns of a head of linear attention
         self.shared = 2 * self.inner  # columns of both shared experts
         full = range(4, layers + 1, 4)  # numbers of layers with MLA, from 1 on
         self.kda = [n for n in range(1, layers + 1) if n not in full]
@@ -35,11 +34,7 @@ class KimiK3(Model):
             "num_hidden_layers": layers,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
-            "q_lora_rank": self.q_rank,
-            "kv_lora_rank": self.kv_rank,
-            "qk_nope_head_dim": self.nope,
-            "qk_rope_head_dim": self.rope,
-            "v_head_dim": self.value,
+            **self.attention.config(),
             "mla_use_nope": True,
             "mla_use_output_gate": True,
             "linear_attn_config": {
@@ -115,18 +110,6 @@ class KimiK3(Model):
         }
 
     def _mla(self, p: str) -> dict[str, Tensor]:
-        w, H = self.weights, self.hidden
-        t = {
-            p + "self_attn.q_a_layernorm.weight": ones(self.q_rank),
-            p + "self_attn.kv_a_layernorm.weight": ones(self.kv_rank),
-        }
-        for name, rows, columns in (
-            ("q_a_proj", self.q_rank, H),
-            ("q_b_proj", self.heads * (self.nope + self.rope), self.q_rank),
-            ("kv_a_proj_with_mqa", self.kv_rank + self.rope, H),
-            ("kv_b_proj", self.heads * (self.nope + self.value), self.kv_rank),
-            ("g_proj", self.heads * self.value, H),
-            ("o_proj", H, self.heads * self.value),
-        ):
-            t[f"{p}self_attn.{name}.weight"] = w.randn(rows, columns)
-        return t
+        gate = self.weights.randn(self.heads * self.attention.value, self.hidden)
+        tensors = self.attention.tensors(self.weights, p, self.hidden, self.heads)
+        return tensors | {p + "self_attn.g_proj.weight": gate}

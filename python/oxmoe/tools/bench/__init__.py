@@ -163,6 +163,10 @@ def _kind(args: argparse.Namespace) -> str:
         raise UsageError(f"--{kinds[0]} and --{kinds[1]} are runs of their own: give one of them")
     kind = kinds[0] if kinds else f"layout {args.layout or 'routed'}"
     unread = [f"--{flag.replace('_', '-')}" for flag in given if flag != kind and flag not in RUNS[kind]]
+    if unread and not kinds and args.layout is None:
+        # The user named no kind of run, so the error names the one that the flag belongs to.
+        owner = next(name for name, flags in RUNS.items() if unread[0].removeprefix("--").replace("-", "_") in flags)
+        raise UsageError(f"{unread[0]} belongs to --{owner}: give it, too")
     if unread:
         raise UsageError(f"--{kind} does not read {', '.join(unread)}")
     if args.run and kind != "table" and not args.json:
@@ -380,7 +384,7 @@ def _against(args: argparse.Namespace, device: str) -> int:
         _formats(args, device) if args.format else None,
         args.tokens,
     )
-    before = against.recorded(report.read_json(args.against), environment, wanted)
+    before = against.recorded(report.read_json(args.against, flag="--against"), environment, wanted)
     require_writable("--json", args.json)
     base = _protocol(argparse.Namespace(**{**vars(args), "layers": None, "sustain": None}), device)
 

@@ -154,7 +154,7 @@ def run(
     """Prints a table and appends JSON lines. tokens: only shapes with these. Peers that do not start are left out."""
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if world not in (2, 4, 8) or there < world:
-        raise UsageError(f"--allreduce: expected 2, 4 or 8 of {there} GPUs, got {world}")
+        raise UsageError(f"--allreduce: expected 2, 4 or 8, but no more than torch's {there} GPUs, got {world}")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -39,8 +39,8 @@ class Cell:
         return min((us for name, us in self.times.items() if name != "oxmoe"), default=None)
 
 
-def read_json(paths: Sequence[str], run: str | None = None) -> list[dict[str, Any]]:
-    """Reads the rows of these files, or only those of one run.
+def read_json(paths: Sequence[str], run: str | None = None, flag: str = "--table") -> list[dict[str, Any]]:
+    """Reads the rows of these files, or only those of one run. An error names the flag that named the files.
 
     Formats come out in today's spelling: older rows have "fp8-block" for "fp8_block".
     """
@@ -52,14 +52,14 @@ def read_json(paths: Sequence[str], run: str | None = None) -> list[dict[str, An
                 lines = file.readlines()
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise UsageError(f"--table: cannot read {path}: {reason}") from error
+            raise UsageError(f"{flag}: cannot read {path}: {reason}") from error
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             row = _row(line)
             if row is None:
                 raise UsageError(
-                    f"--table: {path}, line {number}: expected a JSON object with the fields of a measurement"
+                    f"{flag}: {path}, line {number}: expected a JSON object with the fields of a measurement"
                 )
             name = row.get("format", "")
             rows.append(row | {"format": spelled.get(name.replace("-", "_"), name)})

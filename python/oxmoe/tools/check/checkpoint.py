@@ -173,6 +173,8 @@ def read(path: str) -> Checkpoint:
         )
     if not place.is_dir():
         return Checkpoint(_json(place))
+    if not (place / "config.json").exists():
+        raise Unreadable(f"{place / 'config.json'}: No such file or directory; name a folder that has one, or the file")
     checkpoint = Checkpoint(_json(place / "config.json"))
     if (place / "hf_quant_config.json").exists():
         checkpoint.quant_file = _json(place / "hf_quant_config.json")
