@@ -89,6 +89,19 @@ def situ(gate: Tensor, up: Tensor) -> Tensor:
     return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
 
 
+def tokens_of_clear_choice(
+    tokens: int, weights: dict[str, Tensor], layer: int, fields: dict[str, Any], rng: torch.Generator
+) -> Tensor:
+    """Returns bf16 tokens [tokens, hidden_size] whose chosen experts stand out by more than the router's bf16 rounds."""
+    gate, bias = (weights[f"model.layers.{layer}.mlp.gate.{name}"] for name in ("weight", "e_score_correction_bias"))
+    drawn = torch.randn((16 * tokens, fields["hidden_size"]), generator=rng).bfloat16()
+    top_k = fields["num_experts_per_token"]
+    best = (torch.sigmoid(drawn.float() @ gate.float().t()) + bias).topk(top_k + 1).values
+    clear = drawn[best[:, top_k - 1] - best[:, top_k] > 0.05]
+    assert len(clear) >= tokens
+    return clear[:tokens]
+
+
 def expected(x: Tensor, weights: dict[str, Tensor], layer: int, fields: dict[str, Any]) -> Tensor:
     """The MoE block in fp32, with the tensors that lie in memory rounded to bf16."""
     of = f"model.layers.{layer}.mlp."
@@ -127,7 +140,7 @@ def test_the_moe_block(checkpoint: Path, model: Any, tokens: int, rng: torch.Gen
         block = model.model.layers[number].mlp
         block.experts.quant_method.process_weights_after_loading(block.experts)
         layers.check_layer(block.experts)
-        x = torch.randn((tokens, fields["hidden_size"]), generator=rng).bfloat16()
+        x = tokens_of_clear_choice(tokens, weights, number, fields, rng)
         pending = torch.randn(x.shape, generator=rng).bfloat16()
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             result = block(x, prefix_sum=pending)
