@@ -75,12 +75,26 @@ pub fn intermediate_size(w13: &View, gated: bool) -> Result<i64> {
 
 /// Checks w2, whose last dimension follows from the rows of w13. If w2 has twice or half as many columns, the error says that `gated`
 /// decides it.
-pub fn check_w2(contract: &mut Contract, w2: &View, dims: &[Dim], elems: &[Elem], gated: bool) -> Result<()> {
-    let (columns, expected) = (w2.shape().last(), dims.last());
-    let (Some(&columns), Some(&Dim::Is(_, expected))) = (columns, expected) else {
+pub fn check_w2(
+    contract: &mut Contract,
+    w13: &View,
+    w2: &View,
+    dims: &[Dim],
+    elems: &[Elem],
+    gated: bool,
+) -> Result<()> {
+    let (&[.., columns], &[.., Dim::Is(_, expected)]) = (w2.shape(), dims) else {
         return contract.check("w2", w2, dims, elems);
     };
+    let transposed = gated
+        && matches!(
+            (w13.shape(), w2.shape()),
+            (&[_, hidden, two_intermediate], &[_, intermediate, same]) if same == hidden && two_intermediate == 2 * intermediate
+        );
     contract.check("w2", w2, dims, elems).map_err(|error| match error {
+        Error::Contract(text) if transposed => Error::Contract(format!(
+            "{text}; the sizes are those of transposed weights: w13 is [experts, rows, hidden], and w2 is [experts, hidden, intermediate]"
+        )),
         Error::Contract(text) if gated && columns == 2 * expected => Error::Contract(format!(
             "{text}; gated=True means that half of w13's rows are gates: pass gated=False if it has none"
         )),

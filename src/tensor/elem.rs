@@ -86,7 +86,6 @@ impl fmt::Display for Elem {
             2 => "float",
             4 => "bfloat",
             5 => "complex",
-            6 => "bool",
             _ => "type code ",
         };
         match *self {
@@ -102,7 +101,8 @@ impl fmt::Display for Elem {
             Elem::Other(13, 8) => f.write_str("float8_e5m2fnuz"),
             Elem::E8M0 => f.write_str("float8_e8m0fnu"),
             Elem::E2M1_X2 => f.write_str("float4_e2m1fn_x2"),
-            Elem::Other(code, bits) if code < 7 => write!(f, "{}{bits}", kind(code)),
+            Elem::Other(6, 8) => f.write_str("bool"),
+            Elem::Other(code, bits) if code < 6 => write!(f, "{}{bits}", kind(code)),
             Elem::Other(code, bits) => write!(f, "DLPack type {code} of {bits} bits"),
             Elem::Vector(code, bits, lanes) => write!(f, "DLPack type {code} of {bits} bits in {lanes} lanes"),
         }

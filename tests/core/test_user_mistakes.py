@@ -216,6 +216,22 @@ def test_a_gate_too_many_or_too_few(format: str, columns: int) -> None:
         make(*operands, gated=gated)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_tensor"])
+def test_transposed_weights(format: str) -> None:
+    """Some libraries have weights as [experts, columns, rows]. Their sizes would also fit a layer without gates."""
+    dtype = E4M3 if format == "fp8_tensor" else BF16
+    operands = [torch.zeros((E, H, 2 * INTER)).to(dtype), torch.zeros((E, INTER, H)).to(dtype)]
+    scales = [torch.ones(E), torch.ones(E)] if format == "fp8_tensor" else []
+    with pytest.raises(ValueError, match=r"^w2: dimension .*; the sizes are those of transposed weights: w13 is \[exp"):
+        getattr(oxmoe.ExpertWeights, format)(*operands, *scales)
+
+
+def test_the_name_of_bool() -> None:
+    """The name is torch's and numpy's own."""
+    with pytest.raises(ValueError, match=r"^w13: .*got bool$"):
+        oxmoe.ExpertWeights.bf16(torch.zeros((E, 2 * INTER, H)).bool(), torch.zeros((E, H, INTER)).bool())
+
+
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "int4"])
 def test_dtype_by_torchs_own(format: str) -> None:
     """`dtype` takes a torch dtype, as activation_dtype does, or the name that ExpertWeights.dtype has."""

@@ -92,7 +92,7 @@ def situ(gate: Tensor, up: Tensor) -> Tensor:
 def tokens_of_clear_choice(
     tokens: int, weights: dict[str, Tensor], layer: int, fields: dict[str, Any], rng: torch.Generator
 ) -> Tensor:
-    """Returns bf16 tokens [tokens, hidden_size] whose chosen experts stand out by more than the router's bf16 rounds."""
+    """Returns bf16 tokens [tokens, hidden_size] whose chosen experts stand out by more than bf16 rounds."""
     gate, bias = (weights[f"model.layers.{layer}.mlp.gate.{name}"] for name in ("weight", "e_score_correction_bias"))
     drawn = torch.randn((16 * tokens, fields["hidden_size"]), generator=rng).bfloat16()
     top_k = fields["num_experts_per_token"]

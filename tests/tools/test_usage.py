@@ -12,7 +12,7 @@ import pytest
 
 import oxmoe
 from oxmoe import __main__
-from oxmoe.tools import shapes
+from oxmoe.tools import command, shapes
 from oxmoe.tools.bench import layers, masked, report
 
 
@@ -77,7 +77,9 @@ NUMBERS = [
     ),
     ("explain --layer nothing", "unknown layer nothing; known: qwen3-30b-a3b, "),
     ("explain --layer qwen3-30b-a3b --format fp9", "unknown format fp9; known: bf16, "),
-    ("explain --layer qwen3-30b-a3b --arch sm_95", "one of sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110"),
+    ("explain --layer qwen3-30b-a3b --arch sm_95", "--arch: expected one of sm_80 (A100, A30), sm_86 (A10, "),
+    ("check . --gpu h1000", "--gpu: expected one of sm_80 (A100, A30), sm_86 (A10, "),
+    ("check . --gpu cpu", "--gpu: expected a GPU, got 'cpu'"),
     (
         "explain --layer kimi-k2-tp8 --arch sm_90 --format f32 --dtype f16",
         "f32 weights are planned for f32 activations",
@@ -303,3 +305,29 @@ def test_old_results_have_todays_spelling(tmp_path: Path) -> None:
     names = {"fp8-block": "fp8_block", "fp8-tensor-token": "fp8_tensor-token", "mxfp4-a8": "mxfp4-a8", "x-y": "x-y"}
     report.append_json(str(path), [{"op": "moe_masked", "format": name} for name in names])
     assert [row["format"] for row in report.read_json([str(path)])] == list(names.values())
+
+
+@pytest.mark.parametrize(
+    ("card", "arch"),
+    [("h200", "sm_90"), ("L40S", "sm_89"), ("rtx-5090", "sm_120"), ("SM90", "sm_90"), ("sm_100f", "sm_100")],
+)
+def test_cards_by_name(card: str, arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Users know a card's name better than its architecture."""
+    plan = ["explain", "--layer", "qwen3-30b-a3b", "--arch"]
+    assert __main__.main([*plan, card]) == 0
+    by_card = capsys.readouterr().out
+    assert __main__.main([*plan, arch]) == 0
+    assert by_card == capsys.readouterr().out and arch in by_card
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3MoeForCausalLM"]}')
+    answers = []
+    for name in (card, arch):
+        assert __main__.main(["check", str(tmp_path), "--gpu", name]) == 2
+        answers.append(capsys.readouterr().err)
+    assert answers[0] == answers[1] and "is missing" in answers[0]
+
+
+def test_cards_are_those_of_the_planner() -> None:
+    """Each architecture that has a plan has a card's name."""
+    with pytest.raises(ValueError, match="arch") as error:
+        oxmoe.explain(8, 2, 64, 64, 1, arch="sm_1")
+    assert f"one of {', '.join(command.CARDS)}, got" in str(error.value)

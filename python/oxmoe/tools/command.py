@@ -10,6 +10,20 @@ from typing import Any, NoReturn, TypeVar
 # The most tokens in a call of any command: as many as `oxmoe.explain` takes.
 MOST_TOKENS = 1 << 24
 
+# Cards by their architecture, whose name users know less well. Names are compared without case, blanks and hyphens.
+CARDS = {
+    "sm_80": ("A100", "A30"),
+    "sm_86": ("A10", "A40", "RTX 3090"),
+    "sm_87": ("Orin",),
+    "sm_89": ("L4", "L40S", "RTX 4090"),
+    "sm_90": ("H100", "H200", "H20", "GH200"),
+    "sm_100": ("B200", "GB200"),
+    "sm_103": ("B300", "GB300"),
+    "sm_110": ("Thor",),
+    "sm_120": ("RTX 5090", "RTX PRO 6000"),
+    "sm_121": ("GB10",),
+}
+
 T = TypeVar("T")
 
 
@@ -66,6 +80,25 @@ class Listed(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
     ) -> None:
         setattr(namespace, self.dest, [item for part in values for item in part])
+
+
+def architecture(text: str) -> str:
+    """Returns the architecture of an argument that names a card or an architecture of CARDS, or "cpu".
+
+    The letter of a kernel's target is dropped: sm_90a is sm_90.
+    """
+    plain = _plain(text)
+    for arch, cards in CARDS.items():
+        if plain in (_plain(name) for name in (arch, f"{arch}a", f"{arch}f", *cards)):
+            return arch
+    if plain == "cpu":
+        return plain
+    known = ", ".join(f"{arch} ({', '.join(cards)})" for arch, cards in CARDS.items())
+    raise argparse.ArgumentTypeError(f"expected one of {known}, got {text!r}")
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace(" ", "").replace("-", "").replace("_", "")
 
 
 def a_name(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 import oxmoe
-from oxmoe.tools.command import MOST_TOKENS, Listed, UsageError, known, listed, whole
+from oxmoe.tools.command import MOST_TOKENS, Listed, UsageError, architecture, known, listed, whole
 from oxmoe.tools.shapes import SHAPES
 
 SIZES = ("experts", "top_k", "hidden", "intermediate")
@@ -36,8 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--arch",
-        help="sm_80 (A100), sm_90 (H100, H200), sm_100 (B200), ... or cpu (default: this machine's first GPU, else its "
-        "CPU)",
+        type=architecture,
+        help="a card or an architecture, as B200 or sm_100, or cpu (default: this machine's first GPU, else its CPU)",
     )
     parser.add_argument(
         "--routing",

@@ -111,6 +111,7 @@ impl Source for Scaling {
         let of = |name, size: i64| Dim::Is(name, size / block);
         check_w2(
             &mut contract,
+            w13,
             w2,
             &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &[Elem::E4M3],

@@ -79,7 +79,7 @@ impl Source for Spec {
         }
         let (rows_of_w2, per_element) = (Dim::Is("hidden", hidden), if w2.elem == Elem::I32 { 8 } else { 2 });
         let packed_columns = Dim::Is("packed columns of w2 (from w13)", intermediate / per_element);
-        check_w2(&mut contract, w2, &[experts, rows_of_w2, packed_columns], &CODES, gated)?;
+        check_w2(&mut contract, w13, w2, &[experts, rows_of_w2, packed_columns], &CODES, gated)?;
         let of = [
             (["w13", "w13_scale", "w13_zeros"], "groups of w13", w13, w13_scale, b13, rows, hidden),
             (["w2", "w2_scale", "w2_zeros"], "groups of w2", w2, w2_scale, b2, hidden, intermediate),

@@ -76,6 +76,7 @@ impl Source for Spec {
         let (columns_of_x, rows_of_w2) = (hidden.unwrap_or(columns), Dim::Is("hidden", columns));
         check_w2(
             &mut contract,
+            w13,
             w2,
             &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)],
             &CODES,

@@ -49,6 +49,7 @@ impl Source for Spec {
             (Dim::Is("hidden / 32", columns / block), Dim::Is("intermediate / 32", intermediate / block));
         check_w2(
             &mut contract,
+            w13,
             w2,
             &[experts, Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &CODES,

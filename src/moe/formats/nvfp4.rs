@@ -92,6 +92,7 @@ impl Source for Spec {
         let rows_of_w2 = Dim::Is("hidden", hidden);
         check_w2(
             &mut contract,
+            w13,
             w2,
             &[experts, rows_of_w2, Dim::Is("intermediate / 2", intermediate / 2)],
             &CODES,

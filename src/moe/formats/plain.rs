@@ -38,6 +38,7 @@ impl Source for Plain {
         let intermediate = intermediate_size(w13, gated)?;
         check_w2(
             &mut contract,
+            w13,
             w2,
             &[Dim::Named("experts"), Dim::Named("hidden"), Dim::Is("intermediate", intermediate)],
             &[elem],

@@ -12,10 +12,9 @@ import sys
 from oxmoe.sglang import capabilities
 from oxmoe.tools.check.checkpoint import Unreadable, limited, printable, read, say
 from oxmoe.tools.check.layers import HOPPER, Kind, Report, Server, judge
-from oxmoe.tools.command import MOST_TOKENS, Listed, listed, whole
+from oxmoe.tools.command import MOST_TOKENS, Listed, architecture, listed, whole
 
 _NEWEST = capabilities.LAST
-_ARCHS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121")
 _KINDS = {"dense": "dense layers", "moe": "MoE layers", "shared": "shared experts", "draft": "draft (MTP) layers"}
 
 
@@ -32,7 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sglang", help=f"release of SGLang (default: the installed one, else {_NEWEST})")
     parser.add_argument("--tp", "--tp-size", type=whole(1, 1024), default=1, help="SGLang's --tp-size (default: 1)")
     parser.add_argument("--ep", "--ep-size", type=whole(1, 1024), default=1, help="SGLang's --ep-size (default: 1)")
-    parser.add_argument("--gpu", choices=_ARCHS, default=HOPPER, help=f"default: {HOPPER} (H100, H200)")
+    parser.add_argument(
+        "--gpu",
+        type=_gpu,
+        default=HOPPER,
+        help=f"a card or an architecture, as B200 or sm_100 (default: {HOPPER}, H100)",
+    )
     parser.add_argument(
         "--tokens",
         type=listed(whole(1, MOST_TOKENS)),
@@ -42,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a call, for the times (default: 1 64 4096)",
     )
     parser.add_argument("--json", action="store_true", help="the answer as a JSON object")
+
+
+def _gpu(text: str) -> str:
+    arch = architecture(text)
+    if arch == "cpu":
+        raise argparse.ArgumentTypeError("expected a GPU, got 'cpu'")
+    return arch
 
 
 def run(args: argparse.Namespace) -> int:
