@@ -1,4 +1,5 @@
 """The functions of the extension module. Tensors are torch tensors, or numpy arrays on CPUs. A call borrows them.
+A call's results come from the library of its tensors. Stored is a tensor that experts hold, of either library.
 
 Letters in shapes: T is the number of tokens, k of experts a token (top_k), E of experts of the model, and El of
 experts held here. H is the hidden size and I the intermediate size.
@@ -10,9 +11,13 @@ driver is missing, that this wheel has no kernels for the GPU, or that CUDA fail
 been written.
 """
 
-from typing import Any, Literal, final
+from typing import Any, Literal, TypeVar, final
 
-Tensor = Any
+import numpy
+import torch
+
+Tensor = TypeVar("Tensor", torch.Tensor, numpy.ndarray[Any, Any])
+Stored = Any
 
 __version__: str
 
@@ -387,41 +392,41 @@ class ExpertWeights:
         """
 
     @property
-    def w13(self) -> Tensor | None:
+    def w13(self) -> Stored | None:
         """The given w13, or None if the weights were packed."""
 
     @property
-    def w2(self) -> Tensor | None:
+    def w2(self) -> Stored | None:
         """The given w2, or None if the weights were packed."""
 
     @property
-    def b13(self) -> Tensor | None:
+    def b13(self) -> Stored | None:
         """The given b13. fp8_tensor may hold a copy of it."""
 
     @property
-    def b2(self) -> Tensor | None:
+    def b2(self) -> Stored | None:
         """The given b2."""
 
     @property
-    def w13_scale(self) -> Tensor | None:
+    def w13_scale(self) -> Stored | None:
         """The scales of w13 that kernels read: the given ones, the E8M0 bytes of given fp32 ones, or the table that
         fp8_tensor makes. It is None for formats without scales, and if the weights were packed."""
 
     @property
-    def w2_scale(self) -> Tensor | None:
+    def w2_scale(self) -> Stored | None:
         """The scales of w2 that kernels read, in the form of w13_scale."""
 
     @property
-    def a13_scale(self) -> Tensor | None:
+    def a13_scale(self) -> Stored | None:
         """The scale of x that kernels read. Only fp8_tensor experts with given scales of activations have one; it is
         None for others."""
 
     @property
-    def a2_scale(self) -> Tensor | None:
+    def a2_scale(self) -> Stored | None:
         """The scale of GEMM1's output that kernels read, in the form of a13_scale."""
 
     @property
-    def w13_packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def w13_packed(self) -> tuple[Stored, Stored, Stored] | None:
         """The packed w13 of MXFP4, MXFP8, NVFP4 and int4 experts on CUDA: (codes, scales, expert_scales). It is None
         for other experts.
 
@@ -430,7 +435,7 @@ class ExpertWeights:
         """
 
     @property
-    def w2_packed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+    def w2_packed(self) -> tuple[Stored, Stored, Stored] | None:
         """The packed w2, in the form of w13_packed."""
 
     @property
@@ -442,23 +447,23 @@ class ExpertWeights:
         """The given activation."""
 
     @property
-    def alpha(self) -> float | Tensor:
+    def alpha(self) -> float | Stored:
         """The given alpha."""
 
     @property
-    def beta(self) -> float | Tensor:
+    def beta(self) -> float | Stored:
         """The given beta."""
 
     @property
-    def limit(self) -> float | Tensor | None:
+    def limit(self) -> float | Stored | None:
         """The given limit."""
 
     @property
-    def situ_beta(self) -> float | Tensor | None:
+    def situ_beta(self) -> float | Stored | None:
         """The given situ_beta, or its default. None for other activations than situ."""
 
     @property
-    def situ_linear_beta(self) -> float | Tensor | None:
+    def situ_linear_beta(self) -> float | Stored | None:
         """The given situ_linear_beta."""
 
     @property
@@ -1026,7 +1031,7 @@ def stats(*, reset: bool = False) -> dict[str, dict[str, Any]]:
     error, are not counted.
     """
 
-def allreduce_message(operands: Any) -> tuple[int, Tensor]:
+def allreduce_message(operands: Any) -> tuple[int, Any]:
     """Checks every operand of one call. Returns (shape word, message): message [T, H] is what this rank contributes.
 
     operands: the arguments of oxmoe.allreduce_fusion, as attributes.
@@ -1074,7 +1079,7 @@ class AllReduceMemory:
         descriptors: the descriptors in rank order. This rank's own is ignored. The caller closes them.
         """
 
-    def launch(self, operands: Any, deadline: float, use_oneshot: bool | None = None) -> Tensor:
+    def launch(self, operands: Any, deadline: float, use_oneshot: bool | None = None) -> Any:
         """Launches one all-reduce on torch's current stream. Returns what `allreduce_finish` returns.
 
         deadline: how many seconds ranks wait for each other.

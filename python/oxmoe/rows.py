@@ -100,6 +100,7 @@ def moe_contiguous(
     if x_scale is not None:
         x_scale = _row_major(x_scale, x)
     if m_indices is None:
+        assert counts is not None
         return rows_in_order(
             x,
             weights,
