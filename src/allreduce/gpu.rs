@@ -227,11 +227,12 @@ impl AllReduceMemory {
     fn launch<'py>(
         &self,
         py: Python<'py>,
-        operands: Operands<'py>,
+        operands: &Bound<'py, PyAny>,
         deadline: f64,
         use_oneshot: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         guard(|| {
+            let operands = Operands::of(operands)?;
             let (checked, contract) = operands.check()?;
             let leader = checked.on_gpu()?;
             if leader.place != Place::Cuda(self.gpu.ordinal) {

@@ -23,8 +23,9 @@ use pyo3::types::PyBytes;
 
 #[doc = crate::help!("allreduce_message")]
 #[pyfunction(crate = "crate::python")]
-pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyResult<(u64, Bound<'py, PyAny>)> {
+pub fn allreduce_message<'py>(py: Python<'py>, operands: &Bound<'py, PyAny>) -> PyResult<(u64, Bound<'py, PyAny>)> {
     guard(|| {
+        let operands = Operands::of(operands)?;
         let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let word = checked.shape.word();
@@ -42,10 +43,11 @@ pub fn allreduce_message<'py>(py: Python<'py>, operands: Operands<'py>) -> PyRes
 #[pyfunction(crate = "crate::python")]
 pub fn allreduce_finish<'py>(
     py: Python<'py>,
-    operands: Operands<'py>,
+    operands: &Bound<'py, PyAny>,
     messages: Vec<Bound<'py, PyAny>>,
 ) -> PyResult<Bound<'py, PyAny>> {
     guard(|| {
+        let operands = Operands::of(operands)?;
         let (checked, mut contract) = operands.check()?;
         checked.on_cpu()?;
         let dtype = checked.shape.dtype;

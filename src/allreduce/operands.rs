@@ -7,11 +7,11 @@ use crate::contract;
 use crate::cpu::{Contribution, Quantise, ReduceRows, ScaleLayout};
 use crate::error::{Error, Result};
 use crate::params::{Dtype, ExpertRows};
+use crate::python::extract;
 use crate::tensor::{Borrowed, Contract, Dim, Elem, Place, View};
 use pyo3::prelude::*;
 
 /// The attributes of `oxmoe.allreduce._Operands`: the arguments of `allreduce_fusion`.
-#[derive(FromPyObject)]
 pub struct Operands<'py> {
     pub input: Bound<'py, PyAny>,
     pattern: i64,
@@ -101,21 +101,53 @@ fn output<'py>(
 }
 
 impl<'py> Operands<'py> {
+    /// The attributes of the object. One of a wrong type is an error that names it, as an argument is.
+    pub fn of(object: &Bound<'py, PyAny>) -> Result<Operands<'py>> {
+        macro_rules! attributes {
+            ($($name:ident),* $(,)?) => {
+                Operands { $($name: extract(stringify!($name), &object.getattr(stringify!($name))?)?),* }
+            };
+        }
+        Ok(attributes!(
+            input,
+            pattern,
+            output,
+            residual_out,
+            norm_out,
+            quant_out,
+            scale_out,
+            residual_in,
+            rms_gamma,
+            rms_eps,
+            scale_factor,
+            layout_code,
+            moe_reduction_device_num_experts,
+            moe_reduction_scale_input,
+            moe_reduction_active_experts_token_input,
+            moe_reduction_token_input,
+            expanded_idx_to_permuted_idx,
+            expert_scale_factor,
+            shared_expert_output,
+            block_quant_group_size,
+            weight_bias,
+        ))
+    }
+
     /// The checked operands, and the contract that has borrowed them. The function that runs the call finishes the contract.
     pub fn check(&self) -> Result<(Checked<'_, 'py>, Contract<'static>)> {
         let Some(pattern) = pattern::of(self.pattern) else {
             let known: Vec<String> = PATTERNS.iter().map(|p| format!("{} {}", p.number, p.name)).collect();
             contract!("pattern: expected one of {}; got {}", known.join(", "), self.pattern);
         };
-        self.presence(pattern)?;
         // The leader gives the result its shape and dtype. In the MoE patterns `input` cannot: it is rows of experts, or is not read.
         let (leader, name) = match pattern.source {
             Source::Input => (Some(&self.input), "input"),
             _ => (self.residual_in.as_ref(), "residual_in"),
         };
-        let Some(leader) = leader else { contract!("residual_in: {} needs it", pattern.name) };
+        let Some(leader) = leader else { contract!("residual_in: pattern {} needs it, got None", pattern.name) };
         let mut contract = Contract::new();
         let leader = contract.input(name, leader)?;
+        self.presence(pattern)?;
         contract.check(name, &leader, &[Dim::Named("tokens"), Dim::Named("hidden")], &COMPUTE)?;
         let (tokens, hidden, elem) = (leader.shape()[0], leader.shape()[1], leader.elem);
         check_hidden(name, hidden, elem)?;

@@ -17,6 +17,9 @@ const MAX_ROW_CHUNKS: u32 = 4096;
 /// ranks). With many rows the cluster's barrier costs more than it gains.
 const FEW_TOKENS: u32 = 32;
 const LANES: u32 = 32;
+/// The most chunks of a message, 16 GB. Kernels number chunks, and e4m3's words of 4 bytes, of which a chunk has up to two, in 32 bits.
+/// The ranges of two-shot are rounded up, and they end below 2^31 as well.
+const MAX_CHUNKS: u64 = 1 << 30;
 
 /// The launch of one all-reduce.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,11 +46,12 @@ impl AllReducePlan {
         let bytes = shape.tokens as u64 * shape.hidden as u64 * item;
         let row_chunks = (shape.hidden as u64 * item / CHUNK_BYTES) as u32;
         let widest = if device.arch >= Arch::SM90 { MAX_ROW_CHUNKS } else { 1024 };
-        if row_chunks > widest || bytes / CHUNK_BYTES > i32::MAX as u64 {
+        if row_chunks > widest || bytes / CHUNK_BYTES > MAX_CHUNKS {
             return Err(Error::Unsupported(format!(
-                "input: all-reduces on {} serve rows of up to {} bytes and messages of up to 32 GB, got {} rows of {}",
+                "input: all-reduces on {} serve rows of up to {} bytes and messages of up to {} bytes, got {} rows of {}",
                 device.arch,
                 widest as u64 * CHUNK_BYTES,
+                MAX_CHUNKS * CHUNK_BYTES,
                 shape.tokens,
                 row_chunks as u64 * CHUNK_BYTES
             )));
@@ -249,6 +253,23 @@ mod tests {
         assert_eq!(got, expected);
         // Patterns whose rows come from experts, and pattern numbers that do not exist, need all the work.
         assert!((6..12).chain([200]).all(|pattern| work(pattern) == Work::All));
+    }
+
+    /// Kernels number the chunks of a message, and the words of its e4m3 values, in 32 bits.
+    #[test]
+    fn messages_beyond_the_numbers_of_a_kernel_are_refused() {
+        let device = Device::typical(Arch::SM90);
+        for (ranks, dtype, item, pattern) in [(2, Dtype::Bf16, 2, 2), (4, Dtype::F32, 4, 0), (8, Dtype::F16, 2, 11)] {
+            // A row of 512 chunks.
+            let most = (MAX_CHUNKS / 512) as u32;
+            let shape = |tokens| Shape { pattern, dtype, tokens, hidden: 512 * CHUNK_BYTES as u32 / item };
+            let layout = Layout::new(1 << 36, ranks, false);
+            let plan = AllReducePlan::new(&shape(most), &layout, &device, None).unwrap();
+            let words = MAX_CHUNKS * if item == 2 { 2 } else { 1 };
+            assert!(words - 1 <= i32::MAX as u64 && plan.range as u64 * ranks as u64 <= i32::MAX as u64);
+            let error = AllReducePlan::new(&shape(most + 1), &layout, &device, None).unwrap_err().to_string();
+            assert!(error.contains("up to 17179869184 bytes") && error.contains("2097153 rows of 8192"), "{error}");
+        }
     }
 
     #[test]

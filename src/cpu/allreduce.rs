@@ -109,20 +109,20 @@ unsafe fn reduce_row<T: Element>(p: &ReduceRows, row: usize, values: &mut [f32],
         }
         *value = round::<T>(sum).to_f32();
     }
-    if !p.output.is_null() {
-        for (i, &value) in values.iter().enumerate() {
-            store(p.output, first + i, round(value));
-        }
-    }
-    if p.residual_in.is_null() {
-        return;
-    }
     for (i, value) in values.iter_mut().enumerate() {
-        let sum: T = round(*value + load(p.residual_in, first + i));
+        // The output may be residual_in itself, so each element is read before it is written.
+        let residual = if p.residual_in.is_null() { 0.0 } else { load(p.residual_in, first + i) };
+        if !p.output.is_null() {
+            store(p.output, first + i, round(*value));
+        }
+        let sum: T = round(*value + residual);
         *value = sum.to_f32();
         if !p.residual_out.is_null() {
             store(p.residual_out, first + i, sum);
         }
+    }
+    if p.residual_in.is_null() {
+        return;
     }
     if p.norm_out.is_null() && p.quant_out.is_null() {
         return;

@@ -329,6 +329,40 @@ def test_rows_of_experts_are_not_written_over() -> None:
         workspace.destroy()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_may_be_written_over_the_residual(dtype: str, rng: torch.Generator) -> None:
+    """Any one output of kMoEReduction may be residual_in, also the sum, which is written before the residual is
+    needed."""
+    tokens, hidden, kind = 3, 64, DTYPES[dtype]
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        world_size=1, rank=0, max_token_num=tokens, hidden_dim=hidden, dtype=kind, device="cpu"
+    )
+    draw_rows = lambda rows: torch.randn(rows, hidden, generator=rng).to(kind)  # noqa: E731
+    operands = {
+        "workspace": workspace,
+        "pattern": Pattern.kMoEReductionARResidualRMSNorm,
+        "rms_gamma": draw_rows(1)[0],
+        "input": draw_rows(tokens),
+        "moe_reduction_device_num_experts": 2,
+        "moe_reduction_scale_input": torch.randn(2, tokens, generator=rng),
+        "moe_reduction_active_experts_token_input": draw_rows(2 * tokens),
+        "moe_reduction_token_input": draw_rows(tokens),
+    }
+    residual = draw_rows(tokens)
+    names = ("output", "residual_out", "norm_out")
+
+    def run(over: str | None) -> list[torch.Tensor]:
+        given = residual.clone()
+        outputs = {name: given if name == over else poison(tokens, hidden, dtype=kind) for name in names}
+        oxmoe.allreduce_fusion(residual_in=given, **outputs, **operands)
+        return list(outputs.values())
+
+    apart = run(None)
+    for over in names:
+        assert all(same_bits(a, b) for a, b in zip(run(over), apart, strict=True)), over
+    workspace.destroy()
+
+
 def test_a_callable_without_a_signature_takes_nothing() -> None:
     assert takes(oxmoe.allreduce_fusion, "residual_in", "fp32_acc") and takes(lambda **options: None, "anything")
     assert not takes(oxmoe.allreduce_fusion, "residual_in", "nothing")

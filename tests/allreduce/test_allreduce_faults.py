@@ -87,6 +87,137 @@ def test_a_rank_that_raises_keeps_nobody_waiting(four: Crew) -> None:
         assert results[4][0] == "ValueError" and "max_token_num" in results[4][1]
 
 
+# Arguments that are wrong before the extension sees the operands, and what the error says.
+ARGUMENTS: list[tuple[dict[str, Any], str, str]] = [
+    ({"deadline": -1}, "ValueError", "deadline: expected a positive number of seconds, got -1"),
+    ({"deadline": "5"}, "ValueError", "deadline: expected a positive number of seconds, got '5'"),
+    ({"pattern": None}, "TypeError", "pattern: expected int, got NoneType"),
+    ({"pattern": "kAllReduce"}, "TypeError", "pattern: expected int, got str"),
+    ({"pattern": 1.0}, "TypeError", "pattern: expected int, got float"),
+    ({"input": None}, "ValueError", "input: expected a torch tensor or a numpy array, got NoneType"),
+    ({"input": None, "pattern": 13}, "NotImplementedError", "input: kARResidualRMSNormMXFP8Quant takes torch's"),
+    ({"rms_eps": "small"}, "TypeError", "rms_eps: must be real number, not str"),
+    ({"layout_code": 2**70}, "ValueError", "layout_code: Python int too large"),
+    ({"moe_finalize_backend": "cake"}, "NotImplementedError", "moe_finalize_backend: no kernel"),
+    ({"pattern": 12}, "NotImplementedError", "pattern: no kernel for kMoEFinalizeARResidualRMSNormFP8Quant"),
+]
+
+
+def wrong_arguments(me: Rank) -> tuple[float, list[tuple[str, str]], bool]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
+    x = torch.full((4, 64), 2.0**me.rank, dtype=torch.bfloat16)
+    started, results, right = time.monotonic(), [], True
+    for wrong, _, _ in ARGUMENTS:
+        given: dict[str, Any] = {"input": x, "pattern": 0} | (wrong if me.rank == 1 else {})
+        results.append(raised(lambda g=given: oxmoe.allreduce_fusion(workspace=workspace, **g)))
+    # flashinfer's older name, which compares its arguments itself.
+    out, nothing = torch.empty_like(x), (None,) * 10
+    rows = 3 if me.rank == 1 else 4
+    options = (False, False, False, 0, None)
+    results.append(
+        raised(
+            lambda: oxmoe.trtllm_allreduce_fusion(x, me.world, me.rank, rows, 64, workspace, *options, out, *nothing)
+        )
+    )
+    took = time.monotonic() - started
+    # The ranks are still in step: the next call has the rows of the next call.
+    for scale in (1, 3):
+        result = oxmoe.allreduce_fusion(x * scale, workspace, 0)
+        right = right and bool((result == scale * (2**me.world - 1)).all())
+    workspace.destroy()
+    return took, results, right
+
+
+def test_arguments_that_are_wrong_on_one_rank(four: Crew) -> None:
+    """All ranks raise, wherever an argument is refused. Before, the others took this rank's next call for its part."""
+    expected = [*ARGUMENTS, ({}, "ValueError", "allreduce_in: expected 3 x 64 contiguous numbers")]
+    for rank, (took, results, right) in enumerate(four.run(wrong_arguments)):
+        assert took < 10 and right, (rank, took)
+        for (kind, text), (_, of_kind, says) in zip(results, expected, strict=True):
+            if rank == 1:
+                assert kind == of_kind and text.startswith(says), (kind, text)
+            else:
+                assert kind == "RuntimeError" and "rank 1 refused call" in text and says[:40] in text, (kind, text)
+
+
+def long_deadlines(me: Rank) -> list[tuple[str, str]]:
+    make = oxmoe.create_allreduce_fusion_workspace
+    x, results = torch.ones(4, 64, dtype=torch.bfloat16), []
+    for deadline in (1e12, 1e30, 10**400):
+
+        def body(seconds: Any = deadline) -> None:
+            workspace = make(max_token_num=8, hidden_dim=64, dtype="bfloat16", group=me.all, deadline=seconds)
+            assert bool((oxmoe.allreduce_fusion(x, workspace, 0) == me.world).all())
+            assert bool((oxmoe.allreduce_fusion(x, workspace, 0, deadline=seconds) == me.world).all())
+            workspace.destroy()
+
+        results.append(raised(body))
+    return results
+
+
+def test_deadlines_that_never_come(four: Crew) -> None:
+    assert four.run(long_deadlines) == [[("nothing", "")] * 3] * 4
+    # The wait for a function is one of Python's.
+    assert of_two(lambda data: [data, data], deadline=1e30) == ("nothing", "")
+
+
+def numbers_start_again(me: Rank) -> list[str]:
+    """Makes calls whose numbers pass 2^32, while one rank refuses those before and at the end."""
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
+    workspace._epoch = 2**32 - 3
+    x, kinds = torch.ones(4, 64, dtype=torch.bfloat16), []
+    for turn in range(6):
+        wrong = me.rank == 1 and turn in (1, 2)
+        kinds.append(raised(lambda w=wrong: oxmoe.allreduce_fusion(None if w else x, workspace, 0))[0])
+    assert workspace._epoch == 3
+    workspace.destroy()
+    return kinds
+
+
+def test_numbers_of_calls_start_again(four: Crew) -> None:
+    for rank, kinds in enumerate(four.run(numbers_start_again)):
+        refused = "ValueError" if rank == 1 else "RuntimeError"
+        assert kinds == ["nothing", refused, refused, "nothing", "nothing", "nothing"], (rank, kinds)
+
+
+def forked_child(me: Rank, what: str) -> tuple[list[float], tuple[str, str]]:
+    """One rank forks, and its child uses the parent's workspace. Returns (values of later calls, what the child
+    raised)."""
+    make = oxmoe.create_allreduce_fusion_workspace
+    workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=20)
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    values, child = [float(oxmoe.allreduce_fusion(x, workspace, 0)[0, 0])], ("", "")
+    if me.rank == 1:
+        ours, theirs = os.pipe()
+        if (pid := os.fork()) == 0:
+            wrong = {"call": lambda: oxmoe.allreduce_fusion(x * 7, workspace, 0), "destroy": workspace.destroy}[what]
+            os.write(theirs, "\n".join(raised(wrong)).encode())
+            os._exit(0)
+        os.close(theirs)
+        os.waitpid(pid, 0)
+        with os.fdopen(ours) as pipe:
+            kind, _, text = pipe.read().partition("\n")
+        child = kind, text
+    values += [float(oxmoe.allreduce_fusion(x, workspace, 0)[0, 0]) for _ in range(2)]
+    workspace.destroy()
+    return values, child
+
+
+@pytest.mark.parametrize("what", ["call", "destroy"])
+def test_a_child_of_fork_leaves_its_parents_workspace_alone(what: str) -> None:
+    """A child's send would end the parent: gloo's thread there meets an answer to a call that it does not know."""
+    crew = Crew(2)
+    (values, _), (others, (kind, text)) = crew.run(forked_child, what)
+    crew.close()
+    assert values == others == [2.0, 2.0, 2.0]
+    if what == "call":
+        assert kind == "RuntimeError" and text.startswith("workspace: process ") and "child" in text, (kind, text)
+    else:
+        assert (kind, text) == ("nothing", "")
+
+
 def killed_rank(me: Rank) -> tuple[float, list[tuple[str, str]]]:
     make = oxmoe.create_allreduce_fusion_workspace
     workspace = make(max_token_num=8, hidden_dim=64, dtype=torch.bfloat16, group=me.all, deadline=15)
@@ -263,9 +394,50 @@ def test_headers_that_an_exchange_function_makes_up() -> None:
     assert time.monotonic() - started < 4
 
 
+def test_an_interrupted_call_fails_the_workspace() -> None:
+    """Rows of the interrupted call may still arrive, and the next call would take them for its own."""
+    calls = []
+
+    def exchange(data: bytes) -> list[bytes]:
+        calls.append(data)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return [data, data]
+
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        world_size=2, rank=0, max_token_num=4, hidden_dim=64, dtype=torch.bfloat16, exchange=exchange, device="cpu"
+    )
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    with pytest.raises(KeyboardInterrupt):
+        oxmoe.allreduce_fusion(x, workspace, 0)
+    kind, text = raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0))
+    assert kind == "RuntimeError" and "failed before (rank 0, call 0" in text and "KeyboardInterrupt" in text, text
+    workspace.destroy()
+    assert len(calls) == 3
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("max_token_num", "16"),
+        ("max_token_num", 16.0),
+        ("hidden_dim", [64]),
+        ("world_size", "2"),
+        ("world_size", 2.0),
+        ("rank", "0"),
+        ("rank", 0.0),
+    ],
+)
+def test_types_that_no_workspace_has(name: str, value: Any) -> None:
+    kind, text = of_two(lambda data: [data, data], **{name: value})
+    assert (kind, text) == ("TypeError", f"{name}: expected int, got {type(value).__name__}")
+    assert of_two(lambda data: [data, data], max_token_num=torch.tensor(4)) == ("nothing", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("world_size", 0),
         ("max_token_num", 2**64),
         ("max_token_num", -(2**70)),
         ("max_token_num", 2**62),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,9 @@ import torch.distributed as dist
 
 import oxmoe
 from oxmoe import AllReduceFusionPattern as Pattern
-from oxmoe.allreduce.exchange import FunctionLink, StoreExchange
+from oxmoe.allreduce.exchange import FunctionLink, StoreLink
 from oxmoe.testing import same_bits
-from ranks import Crew, Rank, crews, seed_of
+from ranks import Crew, Rank, crews, raised, seed_of
 
 T, H = 5, 64
 
@@ -56,7 +59,7 @@ def by_ways(me: Rank, way: str, seed: int) -> list[str]:
         arguments["comm_backend"] = Backend()
     spaces = [oxmoe.create_allreduce_fusion_workspace("trtllm", **arguments) for _ in range(2)]
     wrong = [] if all(isinstance(space._link, FunctionLink) for space in spaces) else ["another link"]
-    if way == "store" and not isinstance(spaces[0]._link._exchange, StoreExchange):  # type: ignore[union-attr]
+    if way == "store" and not isinstance(spaces[0]._link, StoreLink):
         wrong.append("no store")
     for call in range(4):
         given, residual, gamma = drawn(seed + call, me.world)
@@ -76,6 +79,53 @@ def by_ways(me: Rank, way: str, seed: int) -> list[str]:
 @pytest.mark.parametrize("way", ["store", "comm_backend"])
 def test_ways_to_meet(two: Crew, way: str, rng: torch.Generator) -> None:
     assert two.run(by_ways, way, seed_of(rng)) == [[], []]
+
+
+def missing_at_the_store(me: Rank) -> list[Any]:
+    """One rank does not come to a call by way of a store. Returns (kind, text, seconds) of the wait, and the seconds of
+    the next use of the store by the rank that waited."""
+    group = dist.new_group([0, 1], backend="cuda:gloo")
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        max_token_num=T, hidden_dim=H, dtype=torch.float32, group=group, device="cpu", deadline=1.0
+    )
+    store = dist.distributed_c10d._get_default_store()
+    if me.rank == 1:
+        store.get("rank 0 is done")
+        workspace._fault = "this rank did not come"
+        workspace.destroy()
+        return []
+    started = time.monotonic()
+    kind, text = raised(lambda: oxmoe.allreduce_fusion(torch.ones(T, H), workspace, 0))
+    waited = time.monotonic()
+    store.set("rank 0 is done", "1")
+    asked = time.monotonic()
+    workspace.destroy()
+    return [kind, text, waited - started, asked - waited]
+
+
+def test_a_missing_rank_leaves_the_store_alone(two: Crew) -> None:
+    """A store serves one call at a time: a wait that goes on in the background would hold up the whole process."""
+    (kind, text, waited, asked), _ = two.run(missing_at_the_store)
+    assert kind == "TimeoutError" and "rank 0 waited for peer 1 in call 0" in text, (kind, text)
+    assert 0.9 < waited < 10 and asked < 5
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_stores_of_other_kinds(kind: str, tmp_path: Path) -> None:
+    stores: list[dist.Store] = [dist.HashStore()] * 3
+    if kind == "file":
+        stores = [dist.PrefixStore("group", dist.FileStore(str(tmp_path / "store"), 3)) for _ in range(3)]
+
+    def meet(rank: int) -> list[list[bytes]]:
+        link, met = StoreLink(stores[rank], 3, rank), []
+        for turn in range(20):
+            link.post(b"%d %02d" % (rank, turn))
+            met.append(link.headers(time.monotonic() + 20, 4, lambda _: False))
+        return met
+
+    with ThreadPoolExecutor(3) as pool:
+        for met in pool.map(meet, range(3)):
+            assert met == [[b"%d %02d" % (rank, turn) for rank in range(3)] for turn in range(20)]
 
 
 def by_old_names(me: Rank, dtype: torch.dtype, seed: int) -> list[str]:

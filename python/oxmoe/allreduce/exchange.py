@@ -70,7 +70,7 @@ def group_link(group: Any) -> Link:
         of = getattr(distributed_c10d, "_get_process_group_store", None)
         if of is None:
             raise ValueError("group: has no backend for CPU tensors; pass one made with backend gloo") from error
-        return FunctionLink(StoreExchange(of(group), group.size(), group.rank()), group.size(), group.rank())
+        return StoreLink(of(group), group.size(), group.rank())
     return GroupLink(group)
 
 
@@ -86,15 +86,28 @@ class StoreExchange:
         self._number = int(store.add(f"oxmoe/links/{rank}", 1))
         self._round = 0
 
-    def __call__(self, data: bytes) -> list[bytes]:
+    def __call__(self, data: bytes, end: float) -> list[bytes]:
         self._round += 1
         keys = [f"oxmoe/{self._number}/{self._round}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], data)
-        gathered = [bytes(self._store.get(key)) for key in keys]
+        gathered = []
+        for rank, key in enumerate(keys):
+            self._wait(key, rank, end)
+            gathered.append(bytes(self._store.get(key)))
         # Everybody is in this round, so everybody has read the one before.
         if self._round > 1:
             self._store.delete_key(f"oxmoe/{self._number}/{self._round - 1}/{self._rank}")
         return gathered
+
+    def _wait(self, key: str, rank: int, end: float) -> None:
+        """Waits for a peer's key. A store serves one call of a process at a time, and its own waits last as long as
+        its timeout. So the key is asked for again and again, and whoever shares the store can use it meanwhile."""
+        pause = 0.0001
+        while not self._store.check([key]):
+            if time.monotonic() >= end:
+                raise PeerLost(rank, "the deadline has passed")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.01)
 
 
 class GroupLink:
@@ -208,12 +221,19 @@ class FunctionLink:
     """An all-gather function of the caller. It is trusted to return; it runs in a thread, so that a wait for it can
     end at a deadline."""
 
+    _what = "exchange function"
+    # Seconds beyond the deadline in which the function may say itself who is missing.
+    _grace = 0.0
+
     def __init__(self, exchange: Callable[[bytes], Sequence[bytes]], size: int, rank: int) -> None:
         if not callable(exchange):
             raise ValueError(f"exchange: expected a function of bytes, got {type(exchange).__name__}")
         self.size, self.rank = size, rank
         self._exchange = exchange
         self._mine = b""
+
+    def _ask(self, data: bytes, end: float) -> Sequence[bytes]:
+        return self._exchange(data)
 
     def _gather(self, data: bytes, end: float) -> list[bytes]:
         results: list[Any] = []
@@ -226,7 +246,7 @@ class FunctionLink:
                 if current is not None and threading.current_thread() is not caller:
                     cuda.set_device(current)
                 # It takes one item more than needed: the result may have no end, and too many items must be noticed.
-                results.append(list(itertools.islice(self._exchange(data), self.size + 1)))
+                results.append(list(itertools.islice(self._ask(data, end), self.size + 1)))
             except BaseException as error:
                 results.append(error)
 
@@ -236,11 +256,13 @@ class FunctionLink:
         else:
             thread = threading.Thread(target=call, daemon=True, name="oxmoe all-reduce exchange")
             thread.start()
-            thread.join(max(end - time.monotonic(), 0))
+            thread.join(max(end - time.monotonic(), 0) + self._grace)
         if not results:
-            raise PeerLost(None, "the deadline has passed in the exchange function")
+            raise PeerLost(None, f"the deadline has passed in the {self._what}")
+        if isinstance(results[0], PeerLost):
+            raise results[0]
         if isinstance(results[0], Exception):
-            raise PeerLost(None, f"the exchange function raised {results[0]!r}") from results[0]
+            raise PeerLost(None, f"the {self._what} raised {results[0]!r}") from results[0]
         if isinstance(results[0], BaseException):
             raise results[0]
         return self._checked(results[0], data)
@@ -293,3 +315,15 @@ class FunctionLink:
 
     def close(self) -> None:
         pass
+
+
+class StoreLink(FunctionLink):
+    """The store at which a group's ranks met."""
+
+    _what = "group's store"
+    _grace = 1.0
+
+    def __init__(self, store: Any, size: int, rank: int) -> None:
+        exchange = StoreExchange(store, size, rank)
+        super().__init__(exchange, size, rank)  # type: ignore[arg-type]
+        self._ask = exchange  # type: ignore[method-assign]

@@ -8,15 +8,14 @@ Nothing waits for ever: a peer that does not come, or is gone, is a TimeoutError
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import operator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
+from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, Preparing
 from oxmoe.functions import quantize_mxfp8
-from oxmoe.operands import check_tensor
+from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -181,23 +180,29 @@ def allreduce_fusion(
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
     mxfp8: _Mxfp8 | None = None
-    check: Callable[[], None] | None = None
-    if moe_finalize_backend != "trtllm":
-        check = partial(refuse_backend, "moe_finalize_backend", moe_finalize_backend)
-    elif pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
-        check = _refuse_finalize_to_fp8
-    elif pattern in _OF_MXFP8:
-        mxfp8 = _Mxfp8(pattern, input, norm_out, quant_out, scale_out, layout_code)
-        check, norm_out = mxfp8.check, mxfp8.norm
-        quant_out, scale_out, layout_code = None, None, None
-    if pattern == AllReduceFusionPattern.kAllReduce and output is None:
-        output = _empty_like(input)
-    if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
-        norm_out = _empty_like(residual_in)
-
+    with Preparing(workspace, input, residual_in):
+        try:
+            pattern = operator.index(pattern)
+            seconds = workspace._seconds(deadline)
+            if moe_finalize_backend != "trtllm":
+                refuse_backend("moe_finalize_backend", moe_finalize_backend)
+            elif pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNormFP8Quant:
+                _refuse_finalize_to_fp8()
+            elif pattern in _OF_MXFP8:
+                mxfp8 = _Mxfp8(pattern, input, norm_out, quant_out, scale_out, layout_code)
+                mxfp8.check()
+                norm_out = mxfp8.norm
+                quant_out, scale_out, layout_code = None, None, None
+            if pattern == AllReduceFusionPattern.kAllReduce and output is None:
+                output = _empty_like(input)
+            if pattern == AllReduceFusionPattern.kMoEFinalizeARResidualRMSNorm and norm_out is None:
+                norm_out = _empty_like(residual_in)
+        except WRONG_TYPES as error:
+            name_argument(error, allreduce_fusion, locals())
+            raise
     operands = _Operands(
         input=input,
-        pattern=int(pattern),
+        pattern=pattern,
         output=output,
         residual_out=residual_out,
         norm_out=norm_out,
@@ -218,7 +223,7 @@ def allreduce_fusion(
         block_quant_group_size=block_quant_group_size,
         weight_bias=weight_bias,
     )
-    result = workspace._run(operands, deadline, use_oneshot, check)
+    result = workspace._run(operands, seconds, use_oneshot)
     return result if mxfp8 is None else mxfp8.quantise()
 
 
@@ -302,8 +307,8 @@ class _Mxfp8:
 
 
 def _empty_like(tensor: Any) -> Any:
-    """Returns a new tensor of the same package. For what is not a tensor it returns None, which the contract then
-    refuses."""
+    """Returns a new tensor of the same package. For what is not a tensor it returns None; the contract refuses it by
+    its own name before it looks for the output."""
     if hasattr(tensor, "new_empty"):
         return tensor.new_empty(tensor.shape)
     if type(tensor).__module__ == "numpy":

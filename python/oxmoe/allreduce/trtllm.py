@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe.allreduce.fusion import AllReduceFusionPattern as Pattern
 from oxmoe.allreduce.fusion import QuantizationSFLayout, allreduce_fusion, refuse_backend
-from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, create_allreduce_fusion_workspace
+from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, Preparing, create_allreduce_fusion_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -96,12 +96,17 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
         raise ValueError(f"workspace: expected an AllReduceFusionWorkspace, got {type(workspace).__name__}")
 
 
-def _check(workspace: Any, world_size: int, world_rank: int) -> None:
+def _preparing(workspace: Any, *leaders: Any) -> Preparing:
+    """Returns the context in which a call's operands are made: if that fails, the peers must not wait."""
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(
             "workspace_ptrs: expected the AllReduceFusionWorkspace of oxmoe's "
             f"trtllm_create_ipc_workspace_for_all_reduce_fusion, got {type(workspace).__name__}"
         )
+    return Preparing(workspace, *leaders)
+
+
+def _check(workspace: AllReduceFusionWorkspace, world_size: int, world_rank: int) -> None:
     for name, given, own in (
         ("world_size", world_size, workspace.world_size),
         ("world_rank", world_rank, workspace.rank),
@@ -194,28 +199,29 @@ def trtllm_allreduce_fusion(
     As in flashinfer, a tensor that the pattern neither reads nor writes is left alone, and quant_out and scale_out of
     FP8 with one scale and of NVFP4 are memory of any dtype that is large enough.
     """
-    _check(workspace_ptrs, world_size, world_rank)
-    x = _rows("allreduce_in", allreduce_in, token_num, hidden_dim)
-    alone = pattern_code == Pattern.kAllReduce
-    codes, scales = quantised_outputs(pattern_code, token_num, hidden_dim, quant_out, scale_out, layout_code)
-    operands = {
-        "output": _rows("allreduce_out", allreduce_out, token_num, hidden_dim),
-        "residual_in": _rows("residual_in", residual_in, token_num, hidden_dim),
-        "residual_out": _rows("residual_out", residual_out, token_num, hidden_dim),
-        "norm_out": _rows("norm_out", norm_out, token_num, hidden_dim),
-        "quant_out": codes,
-        "scale_out": scales,
-        "rms_gamma": rms_gamma,
-    }
+    with _preparing(workspace_ptrs, allreduce_in, residual_in):
+        _check(workspace_ptrs, world_size, world_rank)
+        x = _rows("allreduce_in", allreduce_in, token_num, hidden_dim)
+        codes, scales = quantised_outputs(pattern_code, token_num, hidden_dim, quant_out, scale_out, layout_code)
+        operands = {
+            "output": _rows("allreduce_out", allreduce_out, token_num, hidden_dim),
+            "residual_in": _rows("residual_in", residual_in, token_num, hidden_dim),
+            "residual_out": _rows("residual_out", residual_out, token_num, hidden_dim),
+            "norm_out": _rows("norm_out", norm_out, token_num, hidden_dim),
+            "quant_out": codes,
+            "scale_out": scales,
+            "rms_gamma": rms_gamma,
+        }
+        operands = read_or_written(pattern_code, operands)
     allreduce_fusion(
         x,
         workspace_ptrs,
         pattern_code,
         launch_with_pdl,
         trigger_completion_at_end,
-        **read_or_written(pattern_code, operands),
+        **operands,
         rms_eps=1e-6 if rms_eps is None else rms_eps,
-        scale_factor=None if alone else scale_factor,
+        scale_factor=None if pattern_code == Pattern.kAllReduce else scale_factor,
         layout_code=layout_code,
         use_oneshot=use_oneshot,
         fp32_acc=fp32_acc,
@@ -252,36 +258,42 @@ def trtllm_moe_allreduce_fusion(
     """`allreduce_fusion` with kMoEReductionARResidualRMSNorm, of tensors in any shape: moe_reduction_scale_input fp32
     [experts, token_num], moe_reduction_active_experts_token_input [experts x token_num, hidden_dim], the others
     [token_num, hidden_dim]."""
-    _check(workspace_ptrs, world_size, world_rank)
-    if backend != "trtllm":
-        refuse_backend("backend", backend)
     pattern, experts = Pattern.kMoEReductionARResidualRMSNorm, moe_reduction_device_num_experts
-    codes, scales = quantised_outputs(pattern, token_num, hidden_dim, quant_out, scale_out, layout_code)
-    tokens = _rows("moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim)
+    with _preparing(workspace_ptrs, moe_reduction_token_input, residual_in):
+        _check(workspace_ptrs, world_size, world_rank)
+        if backend != "trtllm":
+            refuse_backend("backend", backend)
+        codes, scales = quantised_outputs(pattern, token_num, hidden_dim, quant_out, scale_out, layout_code)
+        tokens = _rows("moe_reduction_token_input", moe_reduction_token_input, token_num, hidden_dim)
+        operands = {
+            "output": _rows("moe_allreduce_out", moe_allreduce_out, token_num, hidden_dim),
+            "residual_in": _rows("residual_in", residual_in, token_num, hidden_dim),
+            "residual_out": _rows("residual_out", residual_out, token_num, hidden_dim),
+            "norm_out": _rows("norm_out", norm_out, token_num, hidden_dim),
+            "quant_out": codes,
+            "scale_out": scales if codes is not None else None,
+            "moe_reduction_scale_input": _rows(
+                "moe_reduction_scale_input", moe_reduction_scale_input, experts, token_num
+            ),
+            "moe_reduction_active_experts_token_input": _rows(
+                "moe_reduction_active_experts_token_input",
+                moe_reduction_active_experts_token_input,
+                experts * token_num,
+                hidden_dim,
+            ),
+            "moe_reduction_token_input": tokens,
+        }
     allreduce_fusion(
         tokens,
         workspace_ptrs,
         pattern,
         launch_with_pdl,
-        output=_rows("moe_allreduce_out", moe_allreduce_out, token_num, hidden_dim),
-        residual_in=_rows("residual_in", residual_in, token_num, hidden_dim),
-        residual_out=_rows("residual_out", residual_out, token_num, hidden_dim),
-        norm_out=_rows("norm_out", norm_out, token_num, hidden_dim),
-        quant_out=codes,
-        scale_out=scales if codes is not None else None,
+        **operands,
         rms_gamma=rms_gamma,
         rms_eps=rms_eps,
         scale_factor=scale_factor,
         layout_code=layout_code,
         moe_reduction_device_num_experts=experts,
-        moe_reduction_scale_input=_rows("moe_reduction_scale_input", moe_reduction_scale_input, experts, token_num),
-        moe_reduction_active_experts_token_input=_rows(
-            "moe_reduction_active_experts_token_input",
-            moe_reduction_active_experts_token_input,
-            experts * token_num,
-            hidden_dim,
-        ),
-        moe_reduction_token_input=tokens,
         weight_bias=0.0 if weight_bias is None else weight_bias,
     )
 
@@ -310,19 +322,20 @@ def trtllm_moe_finalize_allreduce_fusion(
     """`allreduce_fusion` with kMoEFinalizeARResidualRMSNorm. A routed_scaling_factor multiplies expert_scale_factor in
     fp32, which is an operation of torch before the call. NotImplementedError for quant_out and scale_out: flashinfer's
     call has no argument for their scale."""
-    _check(workspace_ptrs, world_size, world_rank)
-    if backend != "trtllm":
-        refuse_backend("backend", backend)
-    if quant_out is not None or scale_out is not None:
-        raise NotImplementedError(
-            "trtllm_moe_finalize_allreduce_fusion: quant_out and scale_out have no scale_factor in this call; "
-            "`allreduce_fusion` with kMoEFinalizeARResidualRMSNorm takes all three"
-        )
-    weights: Any = expert_scale_factor
-    if routed_scaling_factor not in (None, 1.0):
-        if weights is None:
-            weights = allreduce_in.new_ones(expanded_idx_to_permuted_idx.shape)
-        weights = weights.float() * routed_scaling_factor
+    with _preparing(workspace_ptrs, allreduce_in, residual_in):
+        _check(workspace_ptrs, world_size, world_rank)
+        if backend != "trtllm":
+            refuse_backend("backend", backend)
+        if quant_out is not None or scale_out is not None:
+            raise NotImplementedError(
+                "trtllm_moe_finalize_allreduce_fusion: quant_out and scale_out have no scale_factor in this call; "
+                "`allreduce_fusion` with kMoEFinalizeARResidualRMSNorm takes all three"
+            )
+        weights: Any = expert_scale_factor
+        if routed_scaling_factor not in (None, 1.0):
+            if weights is None:
+                weights = allreduce_in.new_ones(expanded_idx_to_permuted_idx.shape)
+            weights = weights.float() * routed_scaling_factor
     allreduce_fusion(
         allreduce_in,
         workspace_ptrs,

@@ -4,6 +4,8 @@ agreement."""
 from __future__ import annotations
 
 import numbers
+import operator
+import os
 import struct
 import sys
 import time
@@ -26,6 +28,9 @@ _HEADER = struct.Struct("<4sIIQ200s")
 _HELLO, _CALL, _REFUSED, _GOODBYE = range(4)
 _MAGIC = b"oxar"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+# The longest wait in seconds, some 31 years. The waits of Python, torch and the kernels can all be as long.
+_LONGEST = 1e9
+_EPOCHS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -48,12 +53,35 @@ class _Header:
             )
         return _Header(kind, epoch, word, text.rstrip(b"\0").decode(errors="replace"))
 
+    def before(self, epoch: int) -> bool:
+        """Whether the header is of an earlier call. Numbers of calls start again at 0 after 2^32 calls."""
+        return 0 < (epoch - self.epoch) % _EPOCHS < _EPOCHS // 2
+
+
+class Preparing:
+    """Runs the part of a call before `AllReduceFusionWorkspace._run`. If it raises, the peers must not wait for this
+    rank. leaders: the call's input and residual_in."""
+
+    __slots__ = ("_leaders", "_workspace")
+
+    def __init__(self, workspace: AllReduceFusionWorkspace, *leaders: Any) -> None:
+        self._workspace, self._leaders = workspace, leaders
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception):
+            self._workspace._withdraw(error, *self._leaders)
+
 
 class AllReduceFusionWorkspace:
     """The memory and state that one group needs to all-reduce. `create_allreduce_fusion_workspace` makes it.
 
     After a fault (a peer is late, gone or out of step) it stays failed, and every further call says so. Destroy it
     and make a new one, with a new group: gloo closes the connections of a group when a wait on it times out.
+
+    A child of fork() cannot use the workspaces of its parent: their connections and their memory belong to the parent.
 
     world_size, rank, max_token_num, hidden_dim, dtype (a name), deadline (seconds), device ("cpu" or "cuda:<n>"),
     nbytes (`workspace_bytes`), destroyed, metadata: as made. One on a GPU serves CPU tensors too.
@@ -100,6 +128,7 @@ class AllReduceFusionWorkspace:
         self._memory = memory
         self._epoch = 0
         self._fault: str | None = None
+        self._process = os.getpid()
         link.reserve(max_token_num * hidden_dim * _ITEM_BYTES[dtype])
 
     @property
@@ -114,6 +143,7 @@ class AllReduceFusionWorkspace:
         It warns with the reason if it does not fit. use_oneshot changes nothing, because every message that fits can
         be sent.
         """
+        num_tokens, hidden_dim = _whole("num_tokens", num_tokens), _whole("hidden_dim", hidden_dim)
         wanted = num_tokens * hidden_dim * _ITEM_BYTES[_dtype_name(dtype)]
         capacity = self._capacity()
         if tp_size == self.world_size and wanted <= capacity:
@@ -130,10 +160,11 @@ class AllReduceFusionWorkspace:
         nothing.
 
         It waits for the GPU's kernels first. A failed workspace is released without waiting for peers. If a peer
-        does not come, it raises TimeoutError after the release.
+        does not come, it raises TimeoutError after the release. In a child of fork() the call only forgets the
+        parent's workspace.
         """
         link, self._link = self._link, None
-        if link is None:
+        if link is None or self._is_parents():
             return
         try:
             if self._memory is not None:
@@ -176,8 +207,12 @@ class AllReduceFusionWorkspace:
             self._fault = fault[1]
         return fault
 
+    def _is_parents(self) -> bool:
+        """Whether this process is a child of fork(), and its parent made the workspace."""
+        return os.getpid() != self._process
+
     def __del__(self) -> None:
-        if getattr(self, "_link", None) is not None:
+        if getattr(self, "_link", None) is not None and not self._is_parents():
             warnings.warn("all-reduce workspace was never destroyed: call destroy() on all ranks", ResourceWarning, 2)
 
     def _capacity(self) -> int:
@@ -188,7 +223,7 @@ class AllReduceFusionWorkspace:
         try:
             link.post(mine.pack())
             headers = []
-            for data in link.headers(end, _HEADER.size, lambda data: _Header.unpack(data).epoch < mine.epoch):
+            for data in link.headers(end, _HEADER.size, lambda data: _Header.unpack(data).before(mine.epoch)):
                 headers.append(_Header.unpack(data))
         except PeerLost as error:
             raise self._failed(error, mine.epoch, what) from error
@@ -217,32 +252,40 @@ class AllReduceFusionWorkspace:
     def _usable(self) -> Link:
         if self._link is None:
             raise ValueError("workspace: was destroyed")
+        if self._is_parents():
+            raise RuntimeError(
+                f"workspace: process {self._process} made it, and this is its child {os.getpid()} of fork(); make a "
+                "workspace in this process, with a group of its own"
+            )
         if self._fault is not None:
             raise RuntimeError(f"workspace: failed before ({self._fault}); destroy it and make a new one")
         return self._link
 
-    def _run(
-        self,
-        operands: Any,
-        deadline: float | None,
-        use_oneshot: bool | None,
-        check: Callable[[], None] | None = None,
-    ) -> Any:
-        """Runs a call. check: raises if other operands of it are wrong."""
+    def _on_gpu(self, *leaders: Any) -> bool:
+        """Whether a call of these tensors runs on the GPU. The MoE patterns' input may be something that they do not
+        read."""
+        return self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders)
+
+    def _withdraw(self, error: Exception, *leaders: Any) -> None:
+        """Tells the peers that this rank takes no part in the call that raised `error` before `_run`. On GPUs nobody
+        tells them, and they find it missing."""
+        if self._link is None or self._fault is not None or self._is_parents() or self._on_gpu(*leaders):
+            return
+        self._refuse(self._link, self._next_epoch(), error, time.monotonic() + self.deadline)
+
+    def _next_epoch(self) -> int:
+        epoch, self._epoch = self._epoch, (self._epoch + 1) % _EPOCHS
+        return epoch
+
+    def _run(self, operands: Any, deadline: float, use_oneshot: bool | None) -> Any:
+        """Runs a call whose arguments other than `operands` were checked. deadline: seconds."""
         link = self._usable()
-        # The MoE patterns' input may be something they do not read.
-        leaders = (operands.input, operands.residual_in)
-        if self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders):
+        if self._on_gpu(operands.input, operands.residual_in):
             self.check()
-            seconds = self.deadline if deadline is None else _checked_deadline(deadline)
-            if check is not None:
-                check()
-            return self._memory.launch(operands, seconds, use_oneshot)
-        end = time.monotonic() + (self.deadline if deadline is None else _checked_deadline(deadline))
-        epoch, self._epoch = self._epoch, (self._epoch + 1) & 0xFFFFFFFF
+            return self._memory.launch(operands, deadline, use_oneshot)  # type: ignore[union-attr]
+        end = time.monotonic() + deadline
+        epoch = self._next_epoch()
         try:
-            if check is not None:
-                check()
             word, message = _oxmoe.allreduce_message(operands)
             what = _oxmoe.allreduce_shape(word)
             size = _message_bytes(message)
@@ -255,7 +298,20 @@ class AllReduceFusionWorkspace:
             # The others must not wait for a rank that does not come.
             self._refuse(link, epoch, error, end)
             raise
-        headers = self._headers(link, _Header(_CALL, epoch, word), end, what)
+        try:
+            messages = self._exchange(link, _Header(_CALL, epoch, word), end, what, (message, size))
+        except Exception:
+            raise
+        except BaseException as error:
+            # After an interruption messages of this call may still arrive, which the next one would take for its own.
+            self._fault = self._fault or f"rank {self.rank}, call {epoch} ({what}): {type(error).__name__}"
+            raise
+        return _oxmoe.allreduce_finish(operands, messages)
+
+    def _exchange(self, link: Link, mine: _Header, end: float, what: str, message: tuple[Any, int]) -> list[Any]:
+        """Returns every rank's message in rank order. message: this rank's, and its bytes."""
+        epoch, (own, size) = mine.epoch, message
+        headers = self._headers(link, mine, end, what)
         for rank, header in enumerate(headers):
             if header.kind == _REFUSED:
                 raise RuntimeError(f"rank {self.rank}: rank {rank} refused call {epoch} ({what}): {header.text}")
@@ -263,16 +319,20 @@ class AllReduceFusionWorkspace:
                 self._drained(link, end, epoch, what)
                 self._fault = f"rank {rank} destroyed its workspace at call {epoch}"
                 raise RuntimeError(f"rank {self.rank}: {self._fault}; this rank calls {what}")
-        if any(header.word != word for header in headers):
+        if any(header.word != mine.word for header in headers):
             # Every rank sees the same headers, so all raise here and the next call starts clean.
             shapes = "; ".join(f"rank {i}: {_oxmoe.allreduce_shape(header.word)}" for i, header in enumerate(headers))
             raise ValueError(f"input: rank {self.rank}, call {epoch}: ranks disagree on the shape: {shapes}")
         try:
-            messages = link.messages(message, size, end) if size else [message] * self.world_size
+            messages = link.messages(own, size, end) if size else [own] * self.world_size
         except PeerLost as error:
             raise self._failed(error, epoch, what) from error
         self._drained(link, end, epoch, what)
-        return _oxmoe.allreduce_finish(operands, messages)
+        return messages
+
+    def _seconds(self, deadline: Any) -> float:
+        """Returns how long a call waits. deadline: what the caller gave."""
+        return self.deadline if deadline is None else _checked_deadline(deadline)
 
     def _refuse(self, link: Link, epoch: int, error: Exception, end: float) -> None:
         try:
@@ -295,7 +355,15 @@ def _dtype_name(dtype: Any) -> str:
 def _checked_deadline(deadline: Any) -> float:
     if not isinstance(deadline, numbers.Real) or not 0 < deadline < float("inf"):  # type: ignore[operator]
         raise ValueError(f"deadline: expected a positive number of seconds, got {deadline!r}")
-    return float(deadline)
+    return float(deadline) if deadline < _LONGEST else _LONGEST
+
+
+def _whole(name: str, value: Any) -> int:
+    """Returns the integer that an argument is. An integer of numpy or torch becomes Python's."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected int, got {type(value).__name__}") from None
 
 
 def workspace_bytes(
@@ -313,7 +381,7 @@ def workspace_bytes(
     with room for every message in one shot if force_oneshot_support.
     """
     for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("world_size", world_size)):
-        if abs(value) >= 1 << 63:
+        if abs(_whole(name, value)) >= 1 << 63:
             raise ValueError(f"{name}: expected a number below 2^63, got {value}")
     return _oxmoe.allreduce_bytes(
         world_size,
@@ -394,7 +462,7 @@ def create_allreduce_fusion_workspace(
         deadline = _checked_deadline(deadline)
         end = time.monotonic() + deadline
         for argument, given, own in (("world_size", world_size, link.size), ("rank", rank, link.rank)):
-            if given is not None and given != own:
+            if given is not None and _whole(argument, given) != own:
                 raise ValueError(f"{argument}: expected {own} (of the group), got {given}")
         if backend in ("mnnvl", "mnnvl-cutedsl"):
             raise NotImplementedError(
@@ -414,6 +482,7 @@ def create_allreduce_fusion_workspace(
         if missing:
             raise ValueError(f"{missing[0]}: is needed, got None")
         assert max_token_num is not None and hidden_dim is not None and dtype is not None
+        max_token_num, hidden_dim = _whole("max_token_num", max_token_num), _whole("hidden_dim", hidden_dim)
         workspace_bytes(link.size, max_token_num, hidden_dim, dtype)
         gpu = _gpu(device, link.size)
     except Exception as error:
@@ -520,6 +589,9 @@ def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, 
         return group_link(group)
     if world_size is None or rank is None:
         raise ValueError("world_size: is needed with rank where no group is given; there is no default group")
+    world_size, rank = _whole("world_size", world_size), _whole("rank", rank)
+    if world_size < 1:
+        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
     if not 0 <= rank < world_size:
         raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
     if exchange is None:
