@@ -1086,6 +1086,10 @@ class AllReduceMemory:
         use_oneshot: True for the one-shot kernel, False for two-shot. None chooses by the size.
         """
 
+    def refused(self) -> None:
+        """Counts a call that this rank refused before `launch`; `launch` counts those that it refuses. Ranks whose
+        counts differ disagree at the next call."""
+
     def fault(self) -> tuple[bool, str] | None:
         """Returns what went wrong on the GPU, as far as it is known without waiting: (whether it was a wait, text).
         None means that no fault is known."""

@@ -4,7 +4,7 @@ use super::allreduce_shape;
 use super::memory::{self, HostWords, Mapping};
 use super::operands::Operands;
 use super::plan::{self, AllReducePlan};
-use super::protocol::{Algorithm, Fault, FaultKind, Layout, Shape, LINE_BYTES, MAX_RANKS};
+use super::protocol::{Algorithm, Fault, FaultKind, Layout, Shape, CHUNK_BYTES, LINE_BYTES, MAX_RANKS};
 use crate::contract;
 use crate::cpu::{Quantise, ReduceRows};
 use crate::device::{self, Current, Gpu};
@@ -17,11 +17,19 @@ use crate::variants::{allreduce, Element, Variant};
 use cudarc::driver::result;
 use pyo3::prelude::*;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// A bit of the header's shape word, in the field that holds the pattern's number. With it, ranks that chose different algorithms disagree
 /// too.
 const TWO_SHOTS: u64 = 1 << 5;
+/// The header's shape word also has the calls that this rank has refused, modulo 256, in bits of the hidden size that no row on a GPU
+/// needs. A refused call launches nothing. So a rank that alone refuses one disagrees with its peers at its next call, and they do not take
+/// that call for the one that they wait for.
+const REFUSALS: u64 = 0xFF << REFUSALS_AT;
+const REFUSALS_AT: u32 = 24;
+// The widest row has values of 2 bytes.
+const _: () = assert!((plan::MAX_ROW_CHUNKS as u64 * CHUNK_BYTES / 2) << 8 < 1 << REFUSALS_AT);
 
 struct Maps {
     /// This rank's memory.
@@ -41,9 +49,53 @@ pub struct AllReduceMemory {
     capacity: u64,
     rank: usize,
     maps: Mutex<Option<Maps>>,
+    /// Calls that this rank has refused.
+    refusals: AtomicU32,
 }
 
 impl AllReduceMemory {
+    fn launched<'py>(
+        &self,
+        py: Python<'py>,
+        operands: &Bound<'py, PyAny>,
+        deadline: f64,
+        use_oneshot: Option<bool>,
+    ) -> Result<Bound<'py, PyAny>> {
+        let operands = Operands::of(operands)?;
+        let (checked, contract) = operands.check()?;
+        let leader = checked.on_gpu()?;
+        if leader.place != Place::Cuda(self.gpu.ordinal) {
+            contract!("input: is on {}, the workspace was made on cuda:{}", leader.place, self.gpu.ordinal);
+        }
+        if checked.bytes() as u64 > self.capacity {
+            let what = allreduce_shape(checked.shape.word());
+            contract!("input: {what} has {} bytes, the workspace was made for {}", checked.bytes(), self.capacity);
+        }
+        let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
+        let (rows, result) = checked.rows(Vec::new())?;
+        let stream = Stream::new(self.gpu, leader.current_stream(py)?, &contract.finish()?)?;
+        self.with(|maps| {
+            let params = AllReduceParams {
+                input: checked.input(),
+                experts: checked.expert_rows().unwrap_or(NO_EXPERTS),
+                ..self.params(maps, &plan, (&checked.shape, &rows), deadline)?
+            };
+            stream.launch("allreduce_fusion", &plan.launch, &params)
+        })?;
+        stats::count(stats::Call::AllReduceFusion, checked.shape.tokens.into());
+        Ok(result)
+    }
+
+    fn count_refusal(&self) {
+        self.refusals.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The header's word of a call.
+    fn word(&self, shape: &Shape, two: bool) -> u64 {
+        let refusals = u64::from(self.refusals.load(Ordering::Relaxed)) << REFUSALS_AT & REFUSALS;
+        shape.word() | refusals | if two { TWO_SHOTS } else { 0 }
+    }
+
     fn with<T>(&self, body: impl FnOnce(&mut Maps) -> Result<T>) -> Result<T> {
         let mut maps = self.maps.lock().unwrap_or_else(PoisonError::into_inner);
         match maps.as_mut() {
@@ -84,7 +136,7 @@ impl AllReduceMemory {
             gathered: layout.gathered(),
             // The limit is far from overflow: kernels add the deadline to the clock, some twice.
             deadline_ns: (deadline * 1e9).min(1e18) as u64,
-            shape: shape.word() | if two { TWO_SHOTS } else { 0 },
+            shape: self.word(shape, two),
             rank: self.rank as i32,
             tokens: shape.tokens as i32,
             row_chunks: plan.row_chunks as i32,
@@ -165,7 +217,14 @@ impl AllReduceMemory {
                 let peers = (0..world_size).map(|_| None).collect();
                 Ok(Maps { own, peers, descriptor: Some(descriptor), report })
             });
-            Ok(AllReduceMemory { gpu, layout, capacity: bytes, rank, maps: Mutex::new(Some(made?)) })
+            Ok(AllReduceMemory {
+                gpu,
+                layout,
+                capacity: bytes,
+                rank,
+                maps: Mutex::new(Some(made?)),
+                refusals: 0.into(),
+            })
         })
     }
 
@@ -231,31 +290,12 @@ impl AllReduceMemory {
         deadline: f64,
         use_oneshot: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        guard(|| {
-            let operands = Operands::of(operands)?;
-            let (checked, contract) = operands.check()?;
-            let leader = checked.on_gpu()?;
-            if leader.place != Place::Cuda(self.gpu.ordinal) {
-                contract!("input: is on {}, the workspace was made on cuda:{}", leader.place, self.gpu.ordinal);
-            }
-            if checked.bytes() as u64 > self.capacity {
-                let what = allreduce_shape(checked.shape.word());
-                contract!("input: {what} has {} bytes, the workspace was made for {}", checked.bytes(), self.capacity);
-            }
-            let plan = AllReducePlan::new(&checked.shape, &self.layout, &self.gpu.device, use_oneshot)?;
-            let (rows, result) = checked.rows(Vec::new())?;
-            let stream = Stream::new(self.gpu, leader.current_stream(py)?, &contract.finish()?)?;
-            self.with(|maps| {
-                let params = AllReduceParams {
-                    input: checked.input(),
-                    experts: checked.expert_rows().unwrap_or(NO_EXPERTS),
-                    ..self.params(maps, &plan, (&checked.shape, &rows), deadline)?
-                };
-                stream.launch("allreduce_fusion", &plan.launch, &params)
-            })?;
-            stats::count(stats::Call::AllReduceFusion, checked.shape.tokens.into());
-            Ok(result)
-        })
+        guard(|| self.launched(py, operands, deadline, use_oneshot).inspect_err(|_| self.count_refusal()))
+    }
+
+    #[doc = crate::help!("AllReduceMemory.refused")]
+    fn refused(&self) {
+        self.count_refusal();
     }
 
     #[doc = crate::help!("AllReduceMemory.fault")]
@@ -322,7 +362,11 @@ fn describe(fault: &Fault, rank: usize, [ours, theirs]: [u64; 2]) -> (bool, Stri
     let Fault { kind, finder, peer, epoch } = *fault;
     let shape = |word: u64| {
         let shots = if word & TWO_SHOTS != 0 { " in two shots" } else { "" };
-        allreduce_shape(word & !TWO_SHOTS) + shots
+        let refused = match (word & REFUSALS) >> REFUSALS_AT {
+            0 => String::new(),
+            calls => format!(" and has refused {calls} calls before"),
+        };
+        allreduce_shape(word & !(TWO_SHOTS | REFUSALS)) + shots + &refused
     };
     match kind {
         FaultKind::Timeout => (

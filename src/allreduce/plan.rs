@@ -12,7 +12,7 @@ use crate::variants::allreduce::{one_shot, two_shot, RANKS_SERVED};
 use crate::variants::{Element, Kernel, Work};
 
 /// Chunks of a row that the kernels can hold. Without clusters, the limit is the number of threads of a CTA.
-const MAX_ROW_CHUNKS: u32 = 4096;
+pub const MAX_ROW_CHUNKS: u32 = 4096;
 /// The most tokens for which several CTAs of a cluster share a row. At 1 x 7168, 8 CTAs take 3.10 us where one takes 3.80 (H200, two
 /// ranks). With many rows the cluster's barrier costs more than it gains.
 const FEW_TOKENS: u32 = 32;

@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -392,6 +393,38 @@ def test_headers_that_an_exchange_function_makes_up() -> None:
     with pytest.raises(SystemExit):
         of_two(leaves)
     assert time.monotonic() - started < 4
+
+
+def test_a_second_thread_does_not_use_the_workspace() -> None:
+    """Two calls at a time would take each other's messages. The later one raises, and the first one is right."""
+    inside, go = threading.Event(), threading.Event()
+
+    def exchange(data: bytes) -> list[bytes]:
+        if inside.is_set():
+            return [data, data]
+        if len(data) == 2 * 64 * 4:
+            inside.set()
+            go.wait(20)
+        return [data, data]
+
+    workspace = oxmoe.create_allreduce_fusion_workspace(
+        world_size=2, rank=0, max_token_num=2, hidden_dim=64, dtype=torch.float32, exchange=exchange, device="cpu"
+    )
+    x = torch.rand(2, 64)
+    results: list[torch.Tensor] = []
+    first = threading.Thread(target=lambda: results.append(oxmoe.allreduce_fusion(x, workspace, 0)))
+    first.start()
+    assert inside.wait(20)
+    for call in (lambda: oxmoe.allreduce_fusion(x, workspace, 0), workspace.destroy):
+        kind, text = raised(call)
+        assert kind == "ValueError" and text.startswith("workspace: a call on another thread uses it"), (kind, text)
+    # A wrong call sends no refusal into the other one, either.
+    assert raised(lambda: oxmoe.allreduce_fusion(x, workspace, 0, deadline=0))[0] == "ValueError"
+    go.set()
+    first.join(20)
+    assert torch.equal(results[0], 2 * x)
+    assert torch.equal(oxmoe.allreduce_fusion(x, workspace, 0), 2 * x)
+    workspace.destroy()
 
 
 def test_an_interrupted_call_fails_the_workspace() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import oxmoe._oxmoe as extension
-from fake_cuda.harness import execute, parameters_of
+from fake_cuda.harness import STRUCTS, execute, parameters_of
 
 STREAM = 0x1234
 EMPTY = 2**64 - 1
@@ -138,6 +138,24 @@ def test_a_fault_that_a_peer_reported(driver: Path, tmp_path: Path, kind: int, e
         assert result["next"].startswith("RuntimeError: workspace: failed before (r")
         # No rank waits for peers any more, and everything is released.
         assert result["raised"] == [None, None] and result["unmapped"] == 2
+
+
+def test_a_rank_that_refuses_a_call_alone_disagrees_at_the_next(driver: Path, tmp_path: Path) -> None:
+    """A refused call launches nothing. The rank's next call must not be taken for the one that it refused."""
+    calm, refusing = run(driver, tmp_path, "refusal", shape_at=STRUCTS["AllReduceParams"].shape.offset)
+    assert calm["raised"] == [None, None]
+    before, gamma, deadline, after = refusing["raised"]
+    assert before is None and after is None
+    assert gamma.startswith("ValueError: rms_gamma: ") and deadline.startswith("ValueError: deadline: ")
+    first, second = ([parameters_of(launch)[0].shape for launch in result["launches"]] for result in (calm, refusing))
+    assert len(first) == len(second) == 2 and first[0] == first[1] == second[0]
+    assert second[1] == first[1] | 2 << 24
+    same = "pattern kAllReduce of bfloat16 [2, 64]"
+    for rank, result in enumerate((calm, refusing)):
+        assert result["found"].startswith("ValueError: all-reduce: ranks 0 and 1 disagree on the shape in call 1")
+        one, other = (f"rank {rank} calls {same}", f"a peer calls {same}")
+        told = " and has refused 2 calls before"
+        assert f"{one}{told if rank else ''}, {other}{'' if rank else told}" in result["found"], result["found"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -169,7 +169,8 @@ def allreduce_fusion(
     have up to 64 KB (16 KB before sm_90), and scale groups have 16 x 2^n bytes up to 512. rms_gamma is a weight: the
     kernel right before must not write it. scale_factor may be on the GPU, too. expanded_idx_to_permuted_idx is not
     checked: a number that is not a row makes the token NaN. A fault on the GPU is raised by the next call, or by
-    `workspace.check()`. A rank that raises launches nothing, so the others find it missing.
+    `workspace.check()`. A rank that raises launches nothing, so the others find it missing, or its next call
+    disagrees with theirs.
 
     A ValueError names a wrong, missing or unused operand, or ranks whose patterns or shapes differ. It comes on all
     ranks, and the workspace stays usable, except on GPUs if shapes differ. A RuntimeError says that another rank

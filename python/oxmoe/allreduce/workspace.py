@@ -8,6 +8,7 @@ import operator
 import os
 import struct
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -129,6 +130,8 @@ class AllReduceFusionWorkspace:
         self._epoch = 0
         self._fault: str | None = None
         self._process = os.getpid()
+        # A call's messages take turns on the link, and all calls receive into the same memory.
+        self._link_is_used = threading.Lock()
         link.reserve(max_token_num * hidden_dim * _ITEM_BYTES[dtype])
 
     @property
@@ -163,9 +166,15 @@ class AllReduceFusionWorkspace:
         does not come, it raises TimeoutError after the release. In a child of fork() the call only forgets the
         parent's workspace.
         """
-        link, self._link = self._link, None
+        link = self._link
         if link is None or self._is_parents():
+            self._link = None
             return
+        with self._one_call():
+            self._link = None
+            self._destroy(link)
+
+    def _destroy(self, link: Link) -> None:
         try:
             if self._memory is not None:
                 self._memory.synchronize()
@@ -184,6 +193,13 @@ class AllReduceFusionWorkspace:
             link.close()
             if self._memory is not None:
                 self._memory.close()
+
+    def _one_call(self) -> threading.Lock:
+        """Returns the lock that is held while this rank exchanges something. It is free now: a second thread would take
+        the first one's messages."""
+        if self._link_is_used.locked():
+            raise ValueError("workspace: a call on another thread uses it; one call at a time can")
+        return self._link_is_used
 
     def check(self) -> None:
         """Raises the faults that calls on the GPU have found so far, as the next call would. It does not wait for
@@ -267,11 +283,14 @@ class AllReduceFusionWorkspace:
         return self._memory is not None and any(getattr(leader, "is_cuda", False) for leader in leaders)
 
     def _withdraw(self, error: Exception, *leaders: Any) -> None:
-        """Tells the peers that this rank takes no part in the call that raised `error` before `_run`. On GPUs nobody
-        tells them, and they find it missing."""
-        if self._link is None or self._fault is not None or self._is_parents() or self._on_gpu(*leaders):
+        """Tells the peers that this rank takes no part in the call that raised `error` before `_run`. On GPUs they find
+        it missing, or notice at its next call that it has refused one."""
+        if self._link is None or self._fault is not None or self._is_parents():
             return
-        self._refuse(self._link, self._next_epoch(), error, time.monotonic() + self.deadline)
+        if self._on_gpu(*leaders):
+            self._memory.refused()  # type: ignore[union-attr]
+        elif not self._link_is_used.locked():
+            self._refuse(self._link, self._next_epoch(), error, time.monotonic() + self.deadline)
 
     def _next_epoch(self) -> int:
         epoch, self._epoch = self._epoch, (self._epoch + 1) % _EPOCHS
@@ -283,6 +302,11 @@ class AllReduceFusionWorkspace:
         if self._on_gpu(operands.input, operands.residual_in):
             self.check()
             return self._memory.launch(operands, deadline, use_oneshot)  # type: ignore[union-attr]
+        with self._one_call():
+            return _oxmoe.allreduce_finish(operands, self._messages(link, operands, deadline))
+
+    def _messages(self, link: Link, operands: Any, deadline: float) -> list[Any]:
+        """Returns every rank's contribution to a call, in rank order."""
         end = time.monotonic() + deadline
         epoch = self._next_epoch()
         try:
@@ -299,14 +323,13 @@ class AllReduceFusionWorkspace:
             self._refuse(link, epoch, error, end)
             raise
         try:
-            messages = self._exchange(link, _Header(_CALL, epoch, word), end, what, (message, size))
+            return self._exchange(link, _Header(_CALL, epoch, word), end, what, (message, size))
         except Exception:
             raise
         except BaseException as error:
             # After an interruption messages of this call may still arrive, which the next one would take for its own.
             self._fault = self._fault or f"rank {self.rank}, call {epoch} ({what}): {type(error).__name__}"
             raise
-        return _oxmoe.allreduce_finish(operands, messages)
 
     def _exchange(self, link: Link, mine: _Header, end: float, what: str, message: tuple[Any, int]) -> list[Any]:
         """Returns every rank's message in rank order. message: this rank's, and its bytes."""

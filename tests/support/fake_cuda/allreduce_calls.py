@@ -160,6 +160,40 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
     return result
 
 
+def refusing_rank(rank, exchange, log, world, shape_at):
+    """Rank 1 alone refuses two calls between two that both ranks make. Returns the launches, what was raised, and what
+    `check` raises where the kernels find that their headers differ."""
+    space = create_allreduce_fusion_workspace(
+        world_size=world,
+        rank=rank,
+        max_token_num=8,
+        hidden_dim=64,
+        dtype="bfloat16",
+        exchange=exchange,
+        deadline=20,
+        device=f"cuda:{rank}",
+    )
+    x, y, gamma = Tensor((2, 64), "bfloat16", rank), Tensor((2, 64), "bfloat16", rank), Tensor((32,), "bfloat16", rank)
+    raised = [attempt(allreduce_fusion, x, space, 0, output=y)]
+    if rank == 1:
+        # The first is refused by the extension, the second before it.
+        outputs = {"residual_out": y, "norm_out": x}
+        raised.append(attempt(allreduce_fusion, x, space, 1, residual_in=x, rms_gamma=gamma, **outputs))
+        raised.append(attempt(allreduce_fusion, x, space, 0, output=y, deadline=0))
+    raised.append(attempt(allreduce_fusion, x, space, 0, output=y))
+    launched = [record for record in records(log) if record["call"] == "cuLaunchKernelEx"]
+    data = bytes.fromhex(launched[-1]["parameters"][0])
+    report, shape = data[64:72], data[shape_at : shape_at + 8]
+    theirs = exchange(shape)[1 - rank]
+    # A kernel writes the fault, its own shape and its peer's.
+    told = (ctypes.c_uint64 * 3).from_address(int.from_bytes(report, "little"))
+    told[1], told[2] = int.from_bytes(shape, "little"), int.from_bytes(theirs, "little")
+    told[0] = 2 << 56 | 0 << 48 | 1 << 40 | 1
+    found = attempt(space.check)
+    space.destroy()
+    return {"launches": launched, "raised": raised, "found": found}
+
+
 def failing_rank(rank, exchange, log, world, fail, failing):
     """Returns what each rank hears when one of them fails while workspaces are made, and what it leaves mapped."""
     if rank == failing:
@@ -183,6 +217,10 @@ def failing_rank(rank, exchange, log, world, fail, failing):
 
 def pair(**arguments):
     return on_ranks(arguments["world"], one_rank, arguments)
+
+
+def refusal(**arguments):
+    return on_ranks(arguments["world"], refusing_rank, arguments)
 
 
 def failure(**arguments):

@@ -11,7 +11,7 @@ import sys
 
 sys.modules["torch"] = None  # oxmoe without torch: its builtins are called as they are
 
-from allreduce_calls import failure, pair, strange_descriptors  # noqa: E402, F401
+from allreduce_calls import failure, pair, refusal, strange_descriptors  # noqa: E402, F401
 from fork_calls import cuda_after_fork, failed_start  # noqa: E402, F401
 from fp8_calls import fp8_calls, fp8_quantized, fp8_tensor_calls, fp8_tokens, refused_fp8  # noqa: E402, F401
 from id_calls import ids_on_a_gpu  # noqa: E402, F401
