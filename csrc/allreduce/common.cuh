@@ -103,11 +103,19 @@ public:
     }
 };
 
+// What a thread reads at the start of a call.
+struct Begin {
+    uint32_t epoch;
+    // No fault was known. After a fault a rank sends nothing: a peer may still wait in the call of the fault, or in one before it,
+    // and would take what a later call sends for that call's data.
+    bool sends;
+};
+
 // Every thread reads the epoch; one thread of the grid passes on a fault that a peer left here since the last call.
-__device__ __forceinline__ uint32_t begin_call(const AllReduceParams& p) {
+__device__ __forceinline__ Begin begin_call(const AllReduceParams& p) {
     const ulonglong2 read = load_pair(&control(p, p.rank)->error);
     if (read.x && blockIdx.x == 0 && threadIdx.x == 0) tell_host(p, read.x);
-    return uint32_t(read.y);  // `arrived` is its upper half
+    return {uint32_t(read.y), read.x == 0};  // `arrived` is the upper half of y
 }
 
 // All threads of a CTA call this once they hold the epoch. This is late enough that no thread reads the new epoch, and early
@@ -130,8 +138,11 @@ class Greeting {
     __device__ uint64_t* header(int owner, int sender) const { return &control(p_, owner)->headers[parity_][sender].shape; }
 
 public:
-    __device__ Greeting(const AllReduceParams& p, uint32_t epoch)
-        : p_(p), parity_(epoch & 1), peer_(threadIdx.x), mine_(blockIdx.x == 0 && peer_ < kWorld && peer_ != p.rank) {}
+    __device__ Greeting(const AllReduceParams& p, const Begin& begin)
+        : p_(p),
+          parity_(begin.epoch & 1),
+          peer_(threadIdx.x),
+          mine_(begin.sends && blockIdx.x == 0 && peer_ < kWorld && peer_ != p.rank) {}
 
     __device__ __forceinline__ void send() const {
         if (mine_) store_relaxed(header(peer_, p_.rank), p_.shape);
@@ -153,9 +164,9 @@ public:
 };
 
 // Receives one chunk of every rank. This rank's own chunk is `mine`, and a peer's comes from its slot, once it is there. All
-// peers are polled in one round, so that their latencies overlap.
+// peers are polled in one round, so that their latencies overlap. Returns false if the wait was given up.
 template <int kWorld, class Slot>
-__device__ __forceinline__ void receive(Chunk (&part)[kWorld], int rank, const Chunk& mine, Slot slot, Watch<kWorld>& watch) {
+__device__ __forceinline__ bool receive(Chunk (&part)[kWorld], int rank, const Chunk& mine, Slot slot, Watch<kWorld>& watch) {
 #pragma unroll
     for (int peer = 0; peer < kWorld; ++peer) part[peer] = mine;
     int missing;
@@ -168,6 +179,7 @@ __device__ __forceinline__ void receive(Chunk (&part)[kWorld], int rank, const C
             if (!is_written(part[peer])) missing = peer;
         }
     } while (missing >= 0 && !watch.give_up(missing));
+    return missing < 0;
 }
 
 }  // namespace oxmoe::allreduce

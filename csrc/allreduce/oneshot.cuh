@@ -37,10 +37,10 @@ struct AllReduceOneShot {
             mine = contribution<Element, kAll, false>(p, row * p.row_chunks + chunk);
             residual = epilogue.residual(row * p.row_chunks + chunk);
         }
-        const uint32_t epoch = begin_call(p);
-        Watch<kWorld> watch(p, epoch);
-        Greeting<kWorld> greeting(p, epoch);
-        const uint64_t turn = p.slots + (epoch & 1) * kWorld * p.slot_bytes;
+        const Begin begin = begin_call(p);
+        Watch<kWorld> watch(p, begin.epoch);
+        Greeting<kWorld> greeting(p, begin);
+        const uint64_t turn = p.slots + (begin.epoch & 1) * kWorld * p.slot_bytes;
         const auto slot = [&](int owner, int sender) {
             return reinterpret_cast<Chunk*>(workspace(p, owner) + turn + sender * p.slot_bytes);
         };
@@ -48,14 +48,14 @@ struct AllReduceOneShot {
             const Chunk sent = sendable(value);
 #pragma unroll
             for (int hop = 1; hop < kWorld; ++hop) {  // each rank starts at another peer
-                store_relaxed(slot((p.rank + hop) % kWorld, p.rank) + at, sent);
+                if (begin.sends) store_relaxed(slot((p.rank + hop) % kWorld, p.rank) + at, sent);
             }
             return sent;
         };
 
         greeting.send();
         if (active && row < p.tokens) mine = push(row * p.row_chunks + chunk, mine);
-        finish_reading_epoch(p, epoch);
+        finish_reading_epoch(p, begin.epoch);
         exchange.ready();
         epilogue.pad();
 

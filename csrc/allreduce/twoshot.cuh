@@ -26,10 +26,10 @@ class AllReduceTwoShot {
     const uint64_t turn;
     const int total;
 
-    __device__ AllReduceTwoShot(const AllReduceParams& params, allreduce::Watch<kWorld>& w, uint32_t epoch)
+    __device__ AllReduceTwoShot(const AllReduceParams& params, allreduce::Watch<kWorld>& w, const allreduce::Begin& begin)
         : p(params),
           watch(w),
-          turn(params.slots + (epoch & 1) * kWorld * params.slot_bytes),
+          turn(params.slots + (begin.epoch & 1) * kWorld * params.slot_bytes),
           total(params.tokens * params.row_chunks) {}
 
     __device__ __forceinline__ Chunk contribution(int at) const {
@@ -71,7 +71,8 @@ class AllReduceTwoShot {
         for (int i = cta * blockDim.x + threadIdx.x; i < owned; i += p.reduce_ctas * blockDim.x) {
             Chunk part[kWorld];
             const auto from = [&](int peer) { return slot(p.rank, peer) + i; };
-            allreduce::receive<kWorld>(part, p.rank, contribution(first + i), from, watch);
+            // A sum without all of its parts would look right to everybody, so nobody gets it.
+            if (!allreduce::receive<kWorld>(part, p.rank, contribution(first + i), from, watch)) return;
             const Chunk sum = allreduce::sum_in_rank_order<Element>(part);  // never looks empty: additions give other NaNs
 #pragma unroll
             for (int hop = 1; hop <= kWorld; ++hop) {  // the last hop is this rank itself
@@ -148,19 +149,19 @@ public:
         // This comes after the wait: a successor that starts now finds at most this kernel before it.
         pdl::launch_dependents();
         const Epilogue epilogue(p, exchange);
-        const uint32_t epoch = begin_call(p);
-        Watch<kWorld> watch(p, epoch);
-        Greeting<kWorld> greeting(p, epoch);
-        const AllReduceTwoShot shot(p, watch, epoch);
+        const Begin begin = begin_call(p);
+        Watch<kWorld> watch(p, begin.epoch);
+        Greeting<kWorld> greeting(p, begin);
+        const AllReduceTwoShot shot(p, watch, begin);
 
         greeting.send();
         int cta = blockIdx.x;
-        if (cta < p.scatter_ctas) shot.scatter(cta);
-        finish_reading_epoch(p, epoch);
+        if (cta < p.scatter_ctas && begin.sends) shot.scatter(cta);
+        finish_reading_epoch(p, begin.epoch);
         epilogue.pad();
         greeting.finish(watch);
         cta -= p.scatter_ctas;
-        if (cta >= 0 && cta < p.reduce_ctas) shot.reduce(cta);
+        if (cta >= 0 && cta < p.reduce_ctas && begin.sends) shot.reduce(cta);
         cta -= p.reduce_ctas;
         if (cta >= 0) shot.finish(cta, epilogue);
     }

@@ -120,6 +120,9 @@ fn sum(call: usize, chunk: usize) -> u32 {
     0x2000_0000 | (call << 16 | chunk) as u32
 }
 
+/// The word of a sum of which a part is missing: a NaN.
+const UNFINISHED: u32 = 0x7FFF_7FFF;
+
 fn header(call: Call) -> u32 {
     0x3000_0000 | (call.chunks << 4) as u32 | (call.algorithm == Algorithm::TwoShot) as u32
 }
@@ -178,39 +181,71 @@ impl State {
             self.ranks[rank].status = Status::Done;
             return;
         };
-        let at = self.ranks[rank].call;
         let peers: Vec<usize> = (0..scenario.ranks()).filter(|&peer| peer != rank).collect();
         let mut threads = Vec::new();
         let mut wait =
             |region, chunk, from: &[usize]| threads.push(Thread { region, chunk, from: from.to_vec(), first: None });
         if call.chunks > 0 || scenario.rules.headers_always {
-            for &peer in &peers {
-                self.send(scenario, (Region::Header, 0), rank, peer, header(call));
-            }
             wait(Region::Header, 0, &peers);
         }
         for chunk in 0..call.chunks {
-            let word = input(rank, at, chunk);
             match call.algorithm {
-                Algorithm::OneShot => {
-                    for &peer in &peers {
-                        self.send(scenario, (Region::OneShot, chunk), rank, peer, word);
-                    }
-                    wait(Region::OneShot, chunk, &peers);
-                }
+                Algorithm::OneShot => wait(Region::OneShot, chunk, &peers),
                 Algorithm::TwoShot => {
                     let owner = scenario.owner(chunk);
                     if owner == rank {
                         wait(Region::Scatter, chunk, &peers);
-                    } else {
-                        self.send(scenario, (Region::Scatter, chunk), rank, owner, word);
                     }
                     wait(Region::Gathered, chunk, &[owner]);
                 }
             }
         }
+        self.send_parts(scenario, rank, self.ranks[rank].call, call);
         self.ranks[rank].threads = threads;
         self.end_if_finished(scenario, rank);
+    }
+
+    /// Sends what a call sends without waiting: headers and this rank's own rows.
+    fn send_parts(&mut self, scenario: &Scenario, rank: usize, at: usize, call: Call) {
+        let peers = || (0..scenario.ranks()).filter(move |&peer| peer != rank);
+        if call.chunks > 0 || scenario.rules.headers_always {
+            for peer in peers() {
+                self.send(scenario, (Region::Header, 0), rank, peer, header(call));
+            }
+        }
+        for chunk in 0..call.chunks {
+            let word = input(rank, at, chunk);
+            match call.algorithm {
+                Algorithm::OneShot => {
+                    for peer in peers() {
+                        self.send(scenario, (Region::OneShot, chunk), rank, peer, word);
+                    }
+                }
+                Algorithm::TwoShot if scenario.owner(chunk) != rank => {
+                    self.send(scenario, (Region::Scatter, chunk), rank, scenario.owner(chunk), word);
+                }
+                Algorithm::TwoShot => {}
+            }
+        }
+    }
+
+    /// Ends a rank's call with a fault. Its stream goes on with the calls that were launched behind it; every wait in them ends at once.
+    fn leave(&mut self, scenario: &Scenario, rank: usize, word: u64) {
+        self.ranks[rank].status = Status::Failed(word);
+        let call = self.ranks[rank].call;
+        for thread in std::mem::take(&mut self.ranks[rank].threads) {
+            if thread.region == Region::Scatter && !scenario.rules.whole_sums {
+                for owner in 0..scenario.ranks() {
+                    self.send(scenario, (Region::Gathered, thread.chunk), rank, owner, UNFINISHED);
+                }
+            }
+        }
+        if !scenario.rules.silent {
+            for (at, &later) in scenario.calls[rank].iter().enumerate().skip(call + 1) {
+                self.ranks[rank].epoch = self.ranks[rank].epoch.wrapping_add(1);
+                self.send_parts(scenario, rank, at, later);
+            }
+        }
     }
 
     fn end_if_finished(&mut self, scenario: &Scenario, rank: usize) {
@@ -291,14 +326,14 @@ impl State {
         })
     }
 
-    fn fail(&mut self, rank: usize, peer: usize, kind: FaultKind) {
+    fn fail(&mut self, scenario: &Scenario, rank: usize, peer: usize, kind: FaultKind) {
         let fault = Fault { kind, finder: rank as u8, peer: peer as u8, epoch: self.ranks[rank].epoch };
         for owner in (0..self.ranks.len()).filter(|&owner| owner != rank) {
             self.flying.push(Store { owner, writer: rank, cell: None, value: fault.word() });
         }
         let word = if self.ranks[rank].error == 0 { fault.word() } else { self.ranks[rank].error };
-        (self.ranks[rank].error, self.ranks[rank].status) = (word, Status::Failed(word));
-        self.ranks[rank].threads.clear();
+        self.ranks[rank].error = word;
+        self.leave(scenario, rank, word);
     }
 
     fn take(&mut self, scenario: &Scenario, step: Step) -> Result<(), Violation> {
@@ -319,13 +354,11 @@ impl State {
                 self.flying.remove(i);
             }
             Step::Notice(rank) => {
-                let error = self.ranks[rank].error;
-                self.ranks[rank].status = Status::Failed(error);
-                self.ranks[rank].threads.clear();
+                self.leave(scenario, rank, self.ranks[rank].error);
             }
             Step::TimeOut(rank, thread) => {
                 let peer = self.ranks[rank].threads[thread].from[0];
-                self.fail(rank, peer, FaultKind::Timeout);
+                self.fail(scenario, rank, peer, FaultKind::Timeout);
             }
             Step::Die(rank) => {
                 self.ranks[rank].status = Status::Dead;
@@ -366,7 +399,7 @@ impl State {
             if known != Some(first) || first != word {
                 return Err(format!("rank {rank}, call {call}: header {first:x} {word:x} of rank {peer}"));
             }
-            self.fail(rank, peer, FaultKind::Mismatch);
+            self.fail(scenario, rank, peer, FaultKind::Mismatch);
             return Ok(());
         }
         if !header_taken && (first, word) != (expected, expected) {

@@ -12,6 +12,10 @@
 //!
 //! A wait for a sum that this rank itself makes names no peer: the thread that makes the sum reports the peer that it waits for. Kernels
 //! let every wait for a sum last two deadlines. So the thread that makes the sum, which waits too, reports first.
+//!
+//! A rank whose wait has ended goes on with the calls that its host has launched already, while a peer may still be in the call of the
+//! fault. So two more rules hold after a fault. A rank that knows of one sends nothing in later calls: with two turns the next but one call
+//! has the slots of the fault's call. And a sum is sent only if all of its parts were there.
 
 use crate::params::Dtype;
 

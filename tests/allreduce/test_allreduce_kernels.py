@@ -329,6 +329,35 @@ def test_a_rank_that_never_comes(kernels: HostAllReduce, ranks: int, two: bool) 
     assert group.fault(last) == group.fault(0) and time.monotonic() - start < 10
 
 
+@pytest.mark.parametrize(("ranks", "two"), [(2, False), (4, False), (4, True)])
+def test_a_rank_that_has_given_up_sends_nothing_more(kernels: HostAllReduce, ranks: int, two: bool) -> None:
+    """A rank's stream goes on after a fault. Peers may still wait in the call of the fault, so its slots keep that
+    call's rows, and no sum of which a part is missing comes to anybody."""
+    group = Group(kernels, ranks, torch.float32, SHORT // 20)
+    tokens, hidden = 2, 128
+    output = torch.empty(tokens, hidden)
+    for turn, value in enumerate((1.0, 100.0, 1000.0)):
+        group.call(0, turn, torch.full((tokens, hidden), value), two, output=output)
+    kind, finder, _, epoch = group.fault(0)
+    assert (kind, finder, epoch) == (1, 0, 0)
+    start, slot = (group.scatter, group.twoshot // ranks) if two else (1024, ROOM)
+    headers = 128, 16
+    for peer in range(1, ranks):
+        memory = group.memory[peer]
+        for parity in range(2):
+            at = start + parity * ranks * slot
+            words = memory[at : at + slot].view(torch.int32)
+            sent = words[words != EMPTY].view(torch.float32)
+            # Two-shot sends a peer the rows that it adds.
+            count = tokens * hidden // ranks if two else tokens * hidden
+            assert sent.tolist() == [1.0] * (0 if parity else count), (peer, parity)
+            at = headers[0] + parity * 8 * headers[1]
+            assert (int(memory[at : at + 8].view(torch.int64)) == EMPTY) == bool(parity)
+    if two:
+        for memory in group.memory:
+            assert bool((memory[group.gathered :].view(torch.int64) == EMPTY).all())
+
+
 @pytest.mark.parametrize("tokens", [0, 2, 5])
 @pytest.mark.parametrize(("ranks", "two"), [(2, False), (4, False), (4, True)])
 def test_ranks_that_disagree(kernels: HostAllReduce, ranks: int, two: bool, tokens: int) -> None:

@@ -49,6 +49,10 @@ pub(super) struct Rules {
     pub(super) compares: bool,
     /// A wait ends at its deadline.
     pub(super) deadline: bool,
+    /// A rank that knows of a fault sends nothing in its later calls.
+    pub(super) silent: bool,
+    /// A thread that has given up its wait for the parts of a sum sends no sum.
+    pub(super) whole_sums: bool,
 }
 
 pub(super) const PROTOCOL: Rules = Rules {
@@ -62,6 +66,8 @@ pub(super) const PROTOCOL: Rules = Rules {
     epoch_grows: true,
     compares: true,
     deadline: true,
+    silent: true,
+    whole_sums: true,
 };
 
 pub(super) struct Scenario {

@@ -152,3 +152,21 @@ fn waiting_without_a_deadline_is_caught() {
     let violation = caught(&Scenario { killed: Some(1), ..scenario });
     assert!(violation.contains("hangs"), "{violation}");
 }
+
+/// A rank whose wait has ended goes on with the calls that its host has launched already.
+#[test]
+fn calls_after_a_fault_that_send_are_caught() {
+    for calls in [&[one(1), one(1), one(1)][..], &[two(1), two(1), two(1)]] {
+        let scenario = Scenario::breaking(2, calls, |rules| rules.silent = false);
+        let violation = caught(&Scenario { hasty: true, whole: true, ..scenario });
+        assert!(violation.contains("got") || violation.contains("without a cause"), "{violation}");
+        check(&Scenario { hasty: true, whole: true, ..Scenario::new(2, calls) });
+    }
+}
+
+#[test]
+fn sums_without_all_of_their_parts_are_caught() {
+    let scenario = Scenario::breaking(2, &[two(1)], |rules| rules.whole_sums = false);
+    let violation = caught(&Scenario { hasty: true, whole: true, ..scenario });
+    assert!(violation.contains("got 7fff7fff"), "{violation}");
+}
