@@ -103,11 +103,11 @@ public:
     }
 };
 
-// What a thread reads at the start of a call.
+// The words that a thread reads at the start of a call.
 struct Begin {
     uint32_t epoch;
-    // No fault was known. After a fault a rank sends nothing: a peer may still wait in the call of the fault, or in one before it,
-    // and would take what a later call sends for that call's data.
+    // Whether no fault was known. After a fault a rank sends nothing: a peer may still wait in the call of the fault, or in one
+    // before it, and would take what a later call sends for that call's data.
     bool sends;
 };
 
