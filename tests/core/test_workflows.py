@@ -1,4 +1,4 @@
-"""What would fail in a workflow on GitHub alone: names of files, targets, jobs and artifacts, and GitHub's own rules."""
+"""What would fail in a workflow on GitHub alone: names of files, targets, jobs and artifacts, and rules of GitHub's."""
 
 from __future__ import annotations
 
