@@ -34,12 +34,9 @@ pub fn set_default() {
 }
 
 /// Whether this thread has the default mode.
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 pub fn is_default() -> bool {
-    #[cfg(target_arch = "x86_64")]
-    return register::read() & !register::FLAGS == register::DEFAULT;
-    #[cfg(not(target_arch = "x86_64"))]
-    true
+    register::read() & !register::FLAGS == register::DEFAULT
 }
 
 /// Gives this thread a mode in which denormal numbers are 0.

@@ -337,7 +337,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
 
     def write(self, row: dict[str, Any]) -> None:
-        row = {**row, **self.always, "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+        row = {**row, **self.always, "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")}
         self.rows.append(row)
         with (self.arguments.out / "serve.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -32,7 +32,7 @@ pub unsafe fn mm_mxfp8(p: &MmMxfp8Params) -> Result<()> {
 /// `codes` and `scales` are those of a matrix [*, k], valid as [`mm_mxfp8`] requires, and `row` is one of its rows.
 unsafe fn expand(codes: *const u8, scales: &ScaleView, row: usize, to: &mut [f32]) {
     let (values, k) = (&*VALUES, to.len());
-    for (block, to) in to.chunks_exact_mut(BLOCK).enumerate() {
+    for (block, to) in to.as_chunks_mut::<BLOCK>().0.iter_mut().enumerate() {
         let offset = match scales.tile_rows {
             0 => row as i64 * scales.row_stride + block as i64 * scales.block_stride,
             tile_rows => ScaleLayout::of_tile_rows(tile_rows).offset(row, block, k / BLOCK) as i64,
@@ -98,7 +98,7 @@ unsafe fn multiply_panel<T: Element>(p: &MmMxfp8Params, a: &[f32], b: &mut [f32]
 /// The sum of products in a fixed order; k is a multiple of [`BLOCK`].
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut sums = [0f32; LANES];
-    for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
+    for (a, b) in a.as_chunks::<LANES>().0.iter().zip(b.as_chunks::<LANES>().0) {
         for i in 0..LANES {
             sums[i] += a[i] * b[i];
         }

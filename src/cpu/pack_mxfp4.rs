@@ -101,7 +101,8 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
         let (expert, tile) = (i / row_tiles, i % row_tiles);
         let shift = shift_of(expert_scales[expert]);
         let peak = (expert_scales[expert].to_bits() >> 23) as i32 + 6;
-        let blocks = tile_codes.chunks_exact_mut(CODE_BYTES).zip(tile_scales.chunks_exact_mut(SCALE_BYTES));
+        let blocks =
+            tile_codes.as_chunks_mut::<CODE_BYTES>().0.iter_mut().zip(tile_scales.as_chunks_mut::<SCALE_BYTES>().0);
         for (block, (block_codes, block_scales)) in blocks.enumerate() {
             let (mut words, mut fields) = ([[[0u32; 4]; 4]; 32], [[[0u32; 2]; 2]; 32]);
             let mut levels = [[0u8; 4]; 32];
@@ -137,13 +138,13 @@ pub unsafe fn pack_mxfp4(p: &PackMxfp4Params) {
                     });
                 }
             });
-            for (to, word) in block_codes.chunks_exact_mut(4).zip(words.as_flattened().as_flattened()) {
-                to.copy_from_slice(&word.to_le_bytes());
+            for (to, word) in block_codes.as_chunks_mut().0.iter_mut().zip(words.as_flattened().as_flattened()) {
+                *to = word.to_le_bytes();
             }
-            for (quad, to) in block_scales.chunks_exact_mut(4).enumerate() {
+            for (quad, to) in block_scales.as_chunks_mut().0.iter_mut().enumerate() {
                 let [first, second] = fields[quad];
                 let fields = packed::place_scales(first, second).to_le_bytes();
-                to.copy_from_slice(if p.e4m3 { &levels[quad] } else { &fields });
+                *to = if p.e4m3 { levels[quad] } else { fields };
             }
         }
     });

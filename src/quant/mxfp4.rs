@@ -90,9 +90,9 @@ impl Float for bf16 {
 pub fn quantize<T: Float>(x: &[T], rounding: Rounding, codes: &mut [u8], scales: &mut [u8]) {
     let tasks = x.par_chunks(TASK * BLOCK).zip(codes.par_chunks_mut(TASK * BYTES)).zip(scales.par_chunks_mut(TASK));
     tasks.for_each(|((x, codes), scales)| {
-        let blocks = x.chunks_exact(BLOCK).zip(codes.chunks_exact_mut(BYTES)).zip(scales);
+        let blocks = x.as_chunks::<BLOCK>().0.iter().zip(codes.as_chunks_mut::<BYTES>().0).zip(scales);
         for ((x, codes), scale) in blocks {
-            *scale = quantize_block(&std::array::from_fn(|i| x[i].to_f32()), rounding, codes);
+            *scale = quantize_block(&x.map(T::to_f32), rounding, codes);
         }
     });
 }
@@ -163,15 +163,14 @@ fn pack(codes: &mut [u8], element: impl Fn(usize) -> u8) {
 pub fn dequantize<T: Float>(codes: &[u8], scales: &[u8], out: &mut [T]) {
     let tasks = codes.par_chunks(TASK * BYTES).zip(scales.par_chunks(TASK)).zip(out.par_chunks_mut(TASK * BLOCK));
     tasks.for_each(|((codes, scales), out)| {
-        let blocks = codes.chunks_exact(BYTES).zip(scales).zip(out.chunks_exact_mut(BLOCK));
+        let blocks = codes.as_chunks::<BYTES>().0.iter().zip(scales).zip(out.as_chunks_mut::<BLOCK>().0);
         for ((codes, &scale), out) in blocks {
             let scale = e2m1::scale(scale);
             // All codes of a NaN block get one NaN, because the sign of a product with NaN is the processor's choice.
             let number = |x: f32| T::from_f32(if scale.is_nan() { scale } else { (x * scale).clamp(-T::MAX, T::MAX) });
             let values = e2m1::VALUES.map(number);
-            for (out, code) in out.chunks_exact_mut(2).zip(codes) {
-                out[0] = values[usize::from(code & 15)];
-                out[1] = values[usize::from(code >> 4)];
+            for (out, code) in out.as_chunks_mut().0.iter_mut().zip(codes) {
+                *out = [code & 15, code >> 4].map(|code| values[usize::from(code)]);
             }
         }
     });

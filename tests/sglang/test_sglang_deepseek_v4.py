@@ -15,6 +15,14 @@ from torch import Tensor
 
 from cases import Shape, make_x
 from check_configs import deepseek_v4
+from oxmoe.testing import same_bits
+
+pytest.importorskip("sglang")
+
+from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
+from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.model_loader.loader import DefaultModelLoader
+
 from deepseek_v4_cases import (
     CHECKPOINT,
     FLASH,
@@ -33,14 +41,6 @@ from deepseek_v4_cases import (
     tensors_of,
     write,
 )
-from oxmoe.testing import same_bits
-
-pytest.importorskip("sglang")
-
-from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
-from sglang.srt.model_loader.loader import DefaultModelLoader
-
 from oxmoe.sglang import capabilities, layers, loading, setting, updates
 from oxmoe.sglang.deepseek_v4 import SCALES, OxmoeFp8Mxfp4MoEMethod
 from sglang_server import ADAPTER, HAS_CONTEXT, NEW, VERSION, FusedMoE, addresses_of, installed, only_cores, server

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 import oxmoe
@@ -23,6 +22,7 @@ from oxmoe.testing import same_bits
 
 pytest.importorskip("sglang")
 
+from safetensors.torch import load_file
 from sglang.srt.layers import linear as theirs
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import fp8, get_quantization_config

@@ -27,14 +27,13 @@ pub(super) unsafe fn block<T: Element>(o: &Operands) -> Sums {
 
 fn dot<T: Element>(x: &[T], w: &[T]) -> f32 {
     let mut lanes = [0.0; LANES];
-    let (x, w) = (x.chunks_exact(LANES), w.chunks_exact(LANES));
-    let rest = x.remainder().iter().zip(w.remainder());
-    for (x, w) in x.zip(w) {
+    let ((x, x_rest), (w, w_rest)) = (x.as_chunks::<LANES>(), w.as_chunks::<LANES>());
+    for (x, w) in x.iter().zip(w) {
         for (lane, (x, w)) in lanes.iter_mut().zip(x.iter().zip(w)) {
             *lane += x.to_f32() * w.to_f32();
         }
     }
-    for (lane, (x, w)) in lanes.iter_mut().zip(rest) {
+    for (lane, (x, w)) in lanes.iter_mut().zip(x_rest.iter().zip(w_rest)) {
         *lane += x.to_f32() * w.to_f32();
     }
     let [a, b, c, d, e, f, g, h] = lanes;
