@@ -232,7 +232,7 @@ def test_another_checkpoint_is_refused_at_load(rng: torch.Generator) -> None:
 
 def test_what_is_not_served_is_refused_by_name() -> None:
     with server():
-        with pytest.raises(NotImplementedError, match=r"int4 experts need --dtype bfloat16, got torch\.float16"):
+        with pytest.raises(NotImplementedError, match=r"W4AFP8 experts need --dtype bfloat16, got torch\.float16"):
             empty_layer(SHAPE, CONFIG, "cpu", of="w4afp8", params_dtype=torch.float16)
         with pytest.raises(NotImplementedError, match="hidden_size 192 is no multiple of the group size 128"):
             empty_layer(dataclasses.replace(SHAPE, hidden=192), CONFIG, "cpu", of="w4afp8")
@@ -320,7 +320,7 @@ def test_an_update_that_is_not_processed_is_refused(rng: torch.Generator) -> Non
     with server():
         module = made("cpu", drawn(rng))
         before, result = bits(module), forward(module, x, topk)
-        with pytest.raises(RuntimeError, match="layer 0: int4 experts were prepared at load"):
+        with pytest.raises(RuntimeError, match="layer 0: W4AFP8 experts were prepared at load"):
             write(module, tensors(drawn(rng)))
         assert all(same_bits(*pair) for pair in zip(bits(module), before, strict=True))
         assert same_bits(forward(module, x, topk), result)

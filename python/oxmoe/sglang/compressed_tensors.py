@@ -18,7 +18,7 @@ from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import
 from oxmoe import ExpertWeights
 from oxmoe.sglang import formats, int4, int4_schemes
 from oxmoe.sglang.formats import FP8_BLOCK as BLOCK
-from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, share_packed
+from oxmoe.sglang.loading import MadeAtLoad, NeedsBfloat16, leave_out_gates, share_packed
 
 # Older releases have NVFP4 layers, also linear ones, for Blackwell alone.
 _WEIGHT_ONLY_NVFP4 = getattr(schemes, "CompressedTensorsW4A16Nvfp4MoE", None)
@@ -65,8 +65,16 @@ class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
     def sized_as(self) -> str:  # type: ignore[override]
         return "fp8_block" if self.scheme.block_quant else "fp8_tensor"
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
-        weights = layer.w13_weight.data, layer.w2_weight.data, layer.w13_weight_scale.data, layer.w2_weight_scale.data
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        """Creates the scheme's parameters, without rows of gates if the experts have none."""
+        super().create_weights(layer, *sizes, **attributes)
+        leave_out_gates(layer)
+
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
+        scale = layer.w13_weight_scale.data
+        if not options["gated"] and scale.dim() == 2:
+            scale = scale[:, 0]  # one of a matrix
+        weights = layer.w13_weight.data, layer.w2_weight.data, scale, layer.w2_weight_scale.data
         if self.scheme.block_quant:
             return ExpertWeights.fp8_block(*weights, **options)
         if self.scheme.static_input_scales:
@@ -115,6 +123,12 @@ class OxmoeCompressedTensorsConfig(CompressedTensorsConfig):
             return self.unquantized()
         weights, inputs = found[0].get("weights"), found[0].get("input_activations")
         if inputs is not None and self._is_fp8_w8a8(weights, inputs):
+            if not formats.compressed_fp8_served(weights.strategy, inputs.strategy):
+                raise NotImplementedError(
+                    f"oxmoe: {prefix}: SGLang has no fp8 experts of compressed-tensors with a scale a "
+                    f"{weights.strategy} and activations by {inputs.strategy}, but with tensor and tensor, channel and "
+                    "token, or blocks"
+                )
             return OxmoeCompressedFp8MoEMethod(schemes.CompressedTensorsW8A8Fp8MoE(weights, inputs))
         if _WEIGHT_ONLY_NVFP4 is not None and formats.compressed_kind(weights.model_dump(mode="json")) == "nvfp4":
             return OxmoeCompressedNvfp4MoEMethod(_WEIGHT_ONLY_NVFP4(has_input_global_scale=inputs is not None))

@@ -36,12 +36,9 @@ class _Parameters(FusedMoEMethodBase):
         hidden_size: int,
         intermediate_size_per_partition: int,
         params_dtype: torch.dtype,
-        with_bias: bool = False,
         **attributes: Any,
     ) -> None:
         """num_experts: the number of experts of this rank."""
-        if with_bias:
-            raise NotImplementedError("oxmoe: MXFP4 experts of an fp8 checkpoint are not served with biases")
         rows = intermediate_size_per_partition * (2 if layer.moe_runner_config.is_gated else 1)
         for name, size in (
             ("w13", (num_experts, rows, hidden_size)),
@@ -69,6 +66,7 @@ class OxmoeFp8Mxfp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
     """
 
     of, sized_as = "MXFP4", "mxfp4"
+    converts_scales = True
 
     def __init__(self, quant_config: Any) -> None:
         super().__init__()
@@ -81,6 +79,8 @@ class OxmoeFp8Mxfp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
         deepep.dispatched("mxfp4", sglang_version())
+        if attributes.get("with_bias"):
+            raise NotImplementedError("oxmoe: MXFP4 experts of an fp8 checkpoint are not served with biases")
         if "weight_loader" in attributes:
             attributes["weight_loader"] = _loader(layer, attributes["weight_loader"])
         super().create_weights(layer, *sizes, **attributes)

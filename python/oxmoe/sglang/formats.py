@@ -13,6 +13,8 @@ from oxmoe.sglang import int4_schemes
 FP8_BLOCK = 128  # rows and columns of one fp8 scale
 NVFP4_BLOCK = 16  # weights of one NVFP4 scale
 MXFP4_BLOCK = 32  # weights of one MXFP4 scale
+# Formats whose experts may have biases. Of MXFP4 these are GPT-OSS's.
+WITH_BIASES = ("bf16", "f16", "fp8_block", "fp8_tensor", "mxfp8")
 COMPRESSED = ("compressed-tensors", "compressed_tensors")  # quant_method of a compressed-tensors checkpoint
 # Format -> multiples of hidden_size and of a rank's intermediate_size that kernels need, as `oxmoe.explain` has them.
 # SGLang's layers of MXFP4 round up.
@@ -78,6 +80,15 @@ def compressed_kind(weights: Any) -> str | None:
         return "mxfp4"
     nvfp4 = given.get("num_bits") == 4 and strategy == "tensor_group" and given.get("group_size") == NVFP4_BLOCK
     return "nvfp4" if nvfp4 else None
+
+
+# Formats of a compressed-tensors checkpoint, or of its groups, in which SGLang reads input_activations.
+WITH_ACTIVATIONS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized", "pack-quantized")
+
+
+def compressed_fp8_served(weights: str | None, inputs: str | None) -> bool:
+    """Whether SGLang has fp8 experts of compressed-tensors with these strategies of weights and activations."""
+    return weights == "block" or (weights, inputs) in (("tensor", "tensor"), ("channel", "token"))
 
 
 def compressed_served(checkpoint: dict[str, Any], *, nvfp4: bool) -> bool:

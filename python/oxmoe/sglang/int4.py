@@ -132,6 +132,7 @@ class OxmoeInt4MoEMethod(NeedsBfloat16, MadeAtLoad, _Parameters):
     def __init__(self, scheme: Scheme) -> None:
         super().__init__()
         self.scheme, self.names = scheme, _NAMES[scheme.layout]
+        self.integers = tuple(f"{name}_{self.names.zeros}" for name in ("w13", "w2")) if scheme.zeros else ()
 
     def matrix(self, layer: Any, name: str) -> Matrix:
         """Returns what a matrix's parameters hold."""
@@ -195,6 +196,8 @@ class OxmoeW4AFp8MoEMethod(OxmoeInt4MoEMethod):
     activations stay bf16, which is nearer to the model in fp32.
     """
 
+    of = "W4AFP8"
+
     def create_weights(self, layer: Any, num_experts: int, *sizes: Any, **attributes: Any) -> None:
         # This runs before a checkpoint is read: an all-to-all that brings other tokens than bf16 is refused by name.
         deepep.dispatched("int4", sglang_version())
@@ -206,18 +209,6 @@ class OxmoeW4AFp8MoEMethod(OxmoeInt4MoEMethod):
             parameter = torch.nn.Parameter(torch.ones(num_experts, dtype=torch.bfloat16), requires_grad=False)
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {**attributes, "weight_loader": _ignore})
-
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Also raises ValueError for another checkpoint that SGLang takes for W4AFP8: older releases do so with each
-        mixture of ModelOpt's."""
-        written = self.updates.written()
-        missing = {"w13_weight_scale_inv", "w2_weight_scale_inv"} - written
-        if missing and written & {"w13_weight", "w2_weight"}:
-            raise ValueError(
-                f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint's experts have no "
-                f"{' and no '.join(sorted(missing))}, so they are not W4AFP8; serve this model without moe"
-            )
-        super().process_weights_after_loading(layer)
 
     def matrix(self, layer: Any, name: str) -> Matrix:
         codes = getattr(layer, f"{name}_{self.names.codes}").data.view(torch.uint8)

@@ -70,7 +70,8 @@ def of_weights(weights: dict[str, Any], layout: Any) -> Scheme:
     if order not in (None, False, "weight", "static"):
         raise _refused(what, f"actorder {order}: groups have columns in activation order")
     size, strategy = weights.get("group_size"), weights.get("strategy")
-    strategy = strategy or ("channel" if size in (None, -1) else "group")
+    # As compressed-tensors infers it.
+    strategy = strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in ("group", "channel"):
         raise _refused(what, f"a scale a {strategy}")
     group = None if strategy == "channel" else _group(what, size)
@@ -104,6 +105,8 @@ def _gptq(what: str, config: dict[str, Any], group: int | None) -> Scheme:
     layout = config.get("checkpoint_format") or "gptq"
     if layout not in ("gptq", "gptq_v2") or config.get("is_marlin_format"):
         raise _refused(what, f"checkpoint_format {'marlin' if layout == 'gptq' else layout}")
+    if "desc_act" not in config:
+        raise _refused(what, "no desc_act, which SGLang asks for")
     if config.get("desc_act") and group is not None:
         raise _refused(what, "desc_act: groups have columns in activation order")
     return Scheme("gptq", group, config.get("sym") is not True, 2 if layout == "gptq_v2" else 1)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +18,135 @@ from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import calls, capabilities, deepep, eplb, formats, server, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
 from oxmoe.sglang.updates import Updates
+
+# Parameters of scales without which codes are no weights. Scales of activations are not among them.
+_SCALES = re.compile(r"w(?:13|2)_(?:weight_scale(?:_inv|_2)?|weight_global_scale|scales)")
+
+
+_CODES = ("w13_weight", "w2_weight")
+# Dtypes of scales whose NaN no torch function finds everywhere: the bits that count, all of which are set in a NaN.
+_NAN_BYTES = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
+
+
+def _scales(layer: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the layer's scales of weights whose dtype has a NaN."""
+    own = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
+    return {name: data for name, data in own.items() if _SCALES.fullmatch(name) and data.is_floating_point()}
+
+
+def mark_scales(layer: torch.nn.Module) -> None:
+    """Fills the layer's scales of weights with NaN, so that `check_scales` sees which ones a checkpoint lacks."""
+    for data in _scales(layer).values():
+        if data.dtype in _NAN_BYTES:
+            data.view(torch.uint8).fill_(_NAN_BYTES[data.dtype])
+        else:
+            data.fill_(torch.nan)
+
+
+def _has_nan(data: Tensor) -> bool:
+    bits = _NAN_BYTES.get(data.dtype)
+    found = data.isnan() if bits is None else data.view(torch.uint8).bitwise_and(bits) == bits
+    return bool(found.any())
+
+
+def check_scales(layer: torch.nn.Module, of: str, absent: Iterable[str] = ()) -> None:
+    """Raises ValueError if a scale of weights is NaN: the checkpoint has none for it, so that its experts are
+    probably not of this format.
+
+    absent: other parameters that the checkpoint should have written, and did not.
+    """
+    lacking = sorted({*absent, *(name for name, data in _scales(layer).items() if _has_nan(data))})
+    if lacking:
+        raise ValueError(
+            f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint has no {' and no '.join(lacking)} for "
+            f"some of its experts, or has NaN there, so they are not {of} as its config says; serve this model without "
+            "moe"
+        )
+
+
+def checked_loader(
+    layer: Any,
+    load: Callable[..., Any],
+    of: str,
+    written: set[str],
+    *,
+    converts_scales: bool = False,
+    cuts: bool = True,
+) -> Callable[..., Any]:
+    """Wraps `load`, SGLang's weight_loader, and raises ValueError before it makes wrong weights of a tensor. It
+    converts a tensor's numbers to the dtype of its parameter, also where their bits are meant. It gives each rank as
+    many rows or columns as the quotient says, and drops the rest. `inspect.unwrap` gives `load` back.
+
+    written: gets the names of the parameters that are written. converts_scales: `load` itself makes the bytes of
+    scales. cuts: `load` gives each rank its part.
+    """
+
+    @functools.wraps(load)
+    def weight_loader(param: Any, loaded_weight: Any, *arguments: Any, **named: Any) -> Any:
+        name = next((name for name, own in layer.named_parameters(recurse=False) if own is param), "")
+        is_scale = _SCALES.fullmatch(name) is not None
+        if name in _CODES or (is_scale and not converts_scales):
+            _check_dtype(layer, name, param.dtype, loaded_weight.dtype, of, is_scale=is_scale)
+        if cuts:
+            given = dict(zip(("weight_name", "shard_id"), arguments, strict=False)) | named
+            _check_parts(layer, name, param, loaded_weight, given.get("shard_id"))
+        written.add(name)
+        return load(param, loaded_weight, *arguments, **named)
+
+    return weight_loader
+
+
+def _check_dtype(
+    layer: torch.nn.Module, name: str, own: torch.dtype, loaded: torch.dtype, of: str, *, is_scale: bool
+) -> None:
+    if is_scale:
+        # Scales of 8 bits are bytes; a conversion would keep their numbers in place of their bits.
+        converts = own.itemsize > 1 or own.is_floating_point == loaded.is_floating_point
+    else:
+        # SGLang itself packs a fused shared expert for parameters of integers.
+        wide = own.itemsize > 1 and loaded.is_floating_point and loaded.itemsize > 1
+        converts = own == loaded or wide or not own.is_floating_point
+    if not converts:
+        raise ValueError(
+            f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint has {loaded} for {name} of {of} experts, "
+            f"which is {own}: its tensors are not what its config says; serve this model without moe"
+        )
+
+
+def _check_parts(layer: Any, name: str, param: Any, loaded: Tensor, shard: str | None) -> None:
+    """With --moe-runner-backend flashinfer_trtllm SGLang rounds a rank's columns up to 128, so that groups and blocks
+    of scales that two ranks share are not seen when the layer is built."""
+    ranks = layer.moe_tp_size
+    if ranks == 1 or shard not in ("w1", "w2", "w3") or getattr(layer, "use_presharded_weights", False):
+        return
+    if shard == "w2" and getattr(param, "quant_method", None) == "channel":
+        return  # scales of rows are for all columns
+    if name == "w2_g_idx":
+        parts = loaded.shape[0]
+        wrong = parts != ranks * param.shape[1]
+    elif loaded.dim() != 2:
+        return  # a scale of a matrix
+    else:
+        parts = loaded.shape[int((shard == "w2") != bool(getattr(param, "is_transposed", False)))]
+        wrong = parts % ranks != 0
+    if wrong:
+        raise ValueError(
+            f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: {ranks} ranks cannot share {parts} parts of {name} as "
+            "SGLang would cut them: it rounds up each rank's columns with --moe-runner-backend flashinfer_trtllm; "
+            "choose another --moe-runner-backend"
+        )
+
+
+def leave_out_gates(layer: Any) -> None:
+    """Halves the parameters of w13 if the experts have no gate and SGLang made rows of gate and up all the same:
+    releases differ, and so do its methods."""
+    of_codes = layer.w2_weight.shape[2]
+    if layer.moe_runner_config.is_gated or layer.w13_weight.shape[1] != 2 * of_codes:
+        return
+    for name in ("w13_weight", "w13_weight_scale", "w13_weight_scale_inv", "w13_weight_bias"):
+        own = getattr(layer, name, None)
+        if own is not None:
+            own.set_(own.data[:, : own.shape[1] // 2].clone())
 
 
 class NeedsBfloat16:
@@ -172,8 +304,12 @@ class MadeAtLoad:
     weights: ExpertWeights | None = None
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
+    written: set[str] | frozenset[str] = frozenset()  # parameters that came through the layer's loader
     handover = Handover()
     layer_loads = True  # whether weights come through the layer's loader, or its model writes the parameters itself
+    takes_biases = False
+    converts_scales = False  # whether the method's loader makes the bytes of scales of their numbers
+    integers: tuple[str, ...] = ()  # parameters without a NaN that a checkpoint of this format must write
     _updates: Updates | None = None
     _made_of: dict[str, int] | None = None
     _broken: str | None = None
@@ -185,10 +321,19 @@ class MadeAtLoad:
         return self._updates
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
-        """Creates the format's parameters, which are written through `Updates.loader`."""
+        """Creates the format's parameters, which are written through `Updates.loader`. Raises NotImplementedError for
+        biases that the method would leave out: SGLang's models skip biases that have no parameter."""
+        if attributes.get("with_bias") and not self.takes_biases:
+            raise NotImplementedError(f"oxmoe: {self.of} experts with biases are not served")
         if "weight_loader" in attributes:
-            attributes["weight_loader"] = self.updates.loader(layer, attributes["weight_loader"], self.of)
+            load = attributes["weight_loader"]
+            self.written = set()
+            load = checked_loader(
+                layer, load, self.of, self.written, converts_scales=self.converts_scales, cuts=self.layer_loads
+            )
+            attributes["weight_loader"] = self.updates.loader(layer, load, self.of)
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
+        mark_scales(layer)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         if self.layer_loads:
@@ -239,6 +384,8 @@ class MadeAtLoad:
                 )
                 raise RuntimeError(self._broken)
             self._broken = None
+        if self.weights is None and self.written:
+            check_scales(layer, self.of, set(self.integers) - self.written)
         self.handover = handover(layer, self)
         options = activation(self.moe_runner_config, up_first=self.handover.up_first)
         self.weights = renewed(self.weights, self.make(layer, **options))

@@ -43,15 +43,6 @@ def runs_nvfp4() -> bool:
     return not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
 
 
-class _OfModelOpt(NeedsBfloat16, MadeAtLoad):
-    """A method for ModelOpt's experts. It refuses biases, because SGLang's methods would leave them out."""
-
-    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
-        if attributes.get("with_bias"):
-            raise NotImplementedError(f"oxmoe: {self.of} experts with biases are not served")
-        super().create_weights(layer, *sizes, **attributes)
-
-
 class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
     """Creates the parameters of NVFP4 experts that SGLang's loader fills, without its second copies of the scales."""
 
@@ -89,7 +80,7 @@ class _Nvfp4Parameters(modelopt_quant.ModelOptNvFp4FusedMoEMethod):
             add(f"{name}_input_scale", torch.ones(num_experts, dtype=torch.float32))
 
 
-class OxmoeModelOptNvFp4MoEMethod(_OfModelOpt, _Nvfp4Parameters):
+class OxmoeModelOptNvFp4MoEMethod(NeedsBfloat16, MadeAtLoad, _Nvfp4Parameters):
     """The method for NVFP4 experts with bf16 activations. If the checkpoint has scales to quantise activations, they
     are ignored. Gate and up may have global scales of their own.
 
@@ -134,7 +125,7 @@ class OxmoeModelOptNvFp4MoEMethod(_OfModelOpt, _Nvfp4Parameters):
         share_packed(layer, weights, "weight")
 
 
-class OxmoeModelOptFp8MoEMethod(_OfModelOpt, modelopt_quant.ModelOptFp8MoEMethod):
+class OxmoeModelOptFp8MoEMethod(NeedsBfloat16, MadeAtLoad, modelopt_quant.ModelOptFp8MoEMethod):
     """The method for fp8 experts with one scale a matrix and given scales of activations. Gate and up each have a
     scale."""
 

@@ -31,8 +31,12 @@ from oxmoe.sglang.loading import (
     NeedsBfloat16,
     check_all_to_all,
     check_layer_config,
+    check_scales,
+    checked_loader,
     handover,
+    leave_out_gates,
     loaded,
+    mark_scales,
     refuse_transposed,
 )
 
@@ -60,11 +64,21 @@ class ThroughRunner:
     """A method whose layer keeps SGLang's parameters. Tokens go through its MoeRunner."""
 
     oxmoe = True
+    of = ""  # the format of its experts, in words
     make_runner: Any = staticmethod(DirectRunner)
     experts: Experts
     get_triton_quant_info: Any
     sized_as = "bf16"
     processed = False
+    written: set[str] | frozenset[str] = frozenset()  # parameters that came through the layer's loader
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        """Creates SGLang's parameters."""
+        if "weight_loader" in attributes:
+            self.written = set()
+            attributes["weight_loader"] = checked_loader(layer, attributes["weight_loader"], self.of, self.written)
+        super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
+        mark_scales(layer)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         refuse_transposed(layer)
@@ -76,6 +90,8 @@ class ThroughRunner:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights once, at load. So what oxmoe does not serve fails here, and not at the first
         request."""
+        if not self.processed and self.written:
+            check_scales(layer, self.of)
         self.processed = True
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
         experts.follow(handover(layer, self))
@@ -99,6 +115,8 @@ class ThroughRunner:
 class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
     """The method for bf16 and f16 experts on oxmoe. Parameters and loading are SGLang's."""
 
+    of = "unquantised"
+
     def __init__(self) -> None:
         super().__init__()
         # Rows of w13 are [gate; up] here, whatever the server's --moe-runner-backend is.
@@ -106,7 +124,15 @@ class OxmoeUnquantizedFusedMoEMethod(ThroughRunner, UnquantizedFusedMoEMethod):
         self.experts = Experts()
 
 
-class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
+class _WithoutGates:
+    """A method of SGLang's fp8 experts that also takes experts without a gate, in all releases."""
+
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
+        leave_out_gates(layer)
+
+
+class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, _WithoutGates, Fp8MoEMethod):
     """The method for fp8 experts with a scale for each 128 x 128 block. Parameters and loading are SGLang's."""
 
     of, sized_as = "fp8", "fp8_block"
@@ -116,17 +142,20 @@ class OxmoeFp8MoEMethod(NeedsBfloat16, ThroughRunner, Fp8MoEMethod):
         self.experts = Experts()
 
 
-class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
+class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, _WithoutGates, Fp8MoEMethod):
     """The method for fp8 experts with one scale a matrix; gate and up each have one. Parameters and loading are
     SGLang's."""
 
     of, sized_as = "fp8", "fp8_tensor"
+    takes_biases = True
 
-    def make(self, layer: torch.nn.Module, **options: Any) -> ExpertWeights:
+    def make(self, layer: Any, **options: Any) -> ExpertWeights:
+        scale = layer.w13_weight_scale.data
         return ExpertWeights.fp8_tensor(
             layer.w13_weight.data,
             layer.w2_weight.data,
-            layer.w13_weight_scale.data,
+            # SGLang has a place for gate's scale and one for up's, also without a gate.
+            scale if options["gated"] else scale[:, 0].contiguous(),
             layer.w2_weight_scale.data,
             a13_scale=_data(layer, "w13_input_scale"),
             a2_scale=_data(layer, "w2_input_scale"),
@@ -136,7 +165,7 @@ class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
         )
 
 
-class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
+class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, _WithoutGates, Fp8MoEMethod):
     """The method for MXFP8 experts: e4m3 codes with an E8M0 scale for each 32 of a row. Parameters and loading are
     SGLang's.
 
@@ -145,6 +174,8 @@ class OxmoeMxfp8MoEMethod(NeedsBfloat16, MadeAtLoad, Fp8MoEMethod):
     """
 
     of, sized_as = "MXFP8", "mxfp8"
+    takes_biases = True
+    integers = ("w13_weight_scale_inv", "w2_weight_scale_inv")
 
     def make(self, layer: Any, **options: Any) -> ExpertWeights:
         w13, w2 = layer.w13_weight.data, layer.w2_weight.data
@@ -168,6 +199,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     """
 
     of, sized_as = "MXFP4", "mxfp4"
+    takes_biases = True
     hidden = 0
     layer_loads = False
 

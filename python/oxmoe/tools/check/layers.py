@@ -163,7 +163,9 @@ def _judge(checkpoint: Checkpoint, report: Report, tokens: Sequence[int]) -> Non
         fp4_fields=releases.fp4_fields(server.sglang),
     )
     found = quantization.found(checkpoint, text, report.architecture)
-    formats_of = modelopt.of_layers(found, report.architecture, family, others, gpu=server.gpu, version=server.sglang)
+    formats_of = modelopt.of_layers(
+        checkpoint, found, report.architecture, family, others, gpu=server.gpu, version=server.sglang
+    )
     groups: dict[tuple[Format, str], list[int]] = {}
     activations: dict[str, dict[str, Any]] = {}
     for layer in sparse:
@@ -232,7 +234,7 @@ def _experts(
         options = expert_options(**activation)
         local, columns = _share(experts, server)
         kind.sizes |= {"experts_per_rank": local, "intermediate_per_rank": columns}
-        _check_format(format, options, server)
+        _check_format(format, options, server, biases=family.biases)
         if format in (quantization.MXFP4, quantization.K3_MXFP4):
             padded = _PACKED if format is quantization.MXFP4 else _CUTLASS
             columns = -(-columns // padded) * padded
@@ -254,12 +256,16 @@ def _experts(
         kind.notes.append("router weights multiply the input: not behind an all-to-all")
 
 
-def _check_format(format: Format, options: dict[str, Any], server: Server) -> None:
+def _check_format(format: Format, options: dict[str, Any], server: Server, *, biases: bool) -> None:
     capability = int(server.gpu.removeprefix("sm_"))
     if format is quantization.MXFP8 and capability < 90:
         raise Refused(f"MXFP8 layers of SGLang are served from sm_90 on, not on {server.gpu}")
     if format is quantization.MXFP4 and "alpha" not in options:
         raise Refused("an MXFP4 checkpoint without gemm1_alpha is not served (only GPT-OSS's order of rows is known)")
+    if biases and format.name not in formats.WITH_BIASES and format is not quantization.MXFP4:
+        raise Refused(f"{format.label}: oxmoe serves no such experts with biases in SGLang")
+    if format.scheme is not None and format.scheme.layout == int4_schemes.W4AFP8 and not options["gated"]:
+        raise Refused("W4AFP8 experts without a gate are not served")
     if format is quantization.K3_MXFP4 and options.get("situ_linear_beta") is None:
         raise Refused("--moe-runner-backend flashinfer_mxfp4 serves no SiTU without a bound of up")
     if format.name in ("fp8_block", "fp8_tensor") and options["layout"] == "interleaved":

@@ -107,18 +107,36 @@ def _fp8(
     if not formats.served_fp8(config.values):
         raise Refused(f"oxmoe has no kernels for fp8 with weight_block_size {shown(blocks)}, but for [128, 128]")
     mxfp8 = config.text("quant_method") == "mxfp8"
-    if scheme not in ("dynamic", "static") or (scheme == "static" and (mxfp8 or blocks is not None)):
-        raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
+    check_scheme(config)
     fp4 = _has_fp4(checkpoint, config, architecture, family, fp4_fields)
-    ignored = config.listed("ignored_layers", str) or config.listed("modules_to_not_convert", str) or []
+    # The first field that is there counts, also if it is null.
+    place = "ignored_layers" if "ignored_layers" in config.values else "modules_to_not_convert"
     label = _ONE_SCALE.format(scheme)
     one_scale = _format(
         "fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if scheme == "static" else "fp8_tensor-token"
     )
     quantised = FP8_MXFP4 if fp4 else MXFP8 if mxfp8 else one_scale if blocks is None else FP8_BLOCK
+    return _unless(family, config.listed(place, str), quantised)
 
+
+def check_scheme(config: Fields) -> None:
+    """Raises Refused if SGLang does not take the activation_scheme of an fp8 or MXFP8 checkpoint."""
+    scheme, mxfp8 = config.text("activation_scheme"), config.text("quant_method") == "mxfp8"
+    if scheme not in ("dynamic", "static") or (
+        scheme == "static" and (mxfp8 or config.get("weight_block_size") is not None)
+    ):
+        raise Refused(f"activation_scheme {shown(scheme)}: SGLang refuses it for this checkpoint")
+
+
+def as_mxfp8(family: Family, ignored: list[str] | None) -> Formats:
+    """Returns MXFP8 for all layers but the ignored ones."""
+    return _unless(family, ignored, MXFP8)
+
+
+def _unless(family: Family, ignored: list[str] | None, quantised: Format) -> Formats:
     def of_layer(layer: int) -> Format:
-        return BF16 if any(skipping.fp8_skips(name, ignored) for name in prefixes(family, layer)) else quantised
+        skipped = any(skipping.fp8_skips(name, ignored or ()) for name in prefixes(family, layer))
+        return BF16 if skipped else quantised
 
     return of_layer
 
@@ -159,6 +177,8 @@ def _compressed(config: Fields, architecture: str, family: Family, *, nvfp4: boo
             f"compressed-tensors with {what}: served are layers of fp8 with a scale a tensor, a channel or a "
             f"[128, 128] block, of {int4_schemes.SERVED}, and of NVFP4{also}"
         )
+    if "ignore" in config.values and config.values["ignore"] is None:
+        raise Refused("compressed-tensors whose ignore is null: SGLang refuses it")
     ignored = config.listed("ignore", str) or []
     _check_patterns([*ignored, *groups])
 
@@ -174,7 +194,7 @@ def _compressed(config: Fields, architecture: str, family: Family, *, nvfp4: boo
         if len(targets) > 1 or None in targets:
             raise Refused(f"layer {layer}: no config_group, or more than one, is for its experts")
         group = groups[str(targets.pop())]
-        return int4.of_group(group, config) if int4_schemes.is_packed(group.values) else _of_group(group)
+        return int4.of_group(group, config) if int4_schemes.is_packed(group.values) else _of_group(group, config)
 
     return of_layer
 
@@ -197,8 +217,10 @@ def _weights(group: Fields) -> str:
     )
 
 
-def _of_group(group: Fields) -> Format:
+def _of_group(group: Fields, config: Fields) -> Format:
     weights, inputs = group.within("weights"), group.within("input_activations")
+    if (group.text("format") or config.text("format")) not in formats.WITH_ACTIVATIONS:
+        inputs = None  # SGLang does not read them
     kind = formats.compressed_kind(weights and weights.values)
     if kind in ("nvfp4", "mxfp4"):
         return NVFP4 if kind == "nvfp4" else K3_MXFP4
@@ -209,9 +231,18 @@ def _of_group(group: Fields) -> Format:
         raise Refused(f"oxmoe has no kernels for compressed-tensors' {_weights(group)} with these activations")
     if static and (inputs.text("strategy") != "tensor" or inputs.get("symmetric") is False):
         raise Refused("oxmoe has no kernels for compressed-tensors' fp8 with given scales but one a tensor")
+    strategies = weights.text("strategy") or "", _strategy(inputs)
+    if not formats.compressed_fp8_served(*strategies):
+        raise Refused(f"SGLang has no fp8 experts of compressed-tensors by {' and '.join(strategies)}")
     if weights.text("strategy") == "block":
         return FP8_BLOCK
     label = (_CHANNEL if weights.text("strategy") == "channel" else _ONE_SCALE).format(
         "static" if static else "dynamic"
     )
     return _format("fp8_tensor", label, 8, "F8_E4M3", "fp8_tensor-static" if static else "fp8_tensor-token")
+
+
+def _strategy(inputs: Fields) -> str:
+    """Returns the strategy of activations, or the one that their group_size stands for."""
+    size = inputs.get("group_size")
+    return inputs.text("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")

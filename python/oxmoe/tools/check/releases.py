@@ -41,13 +41,34 @@ def has_nvfp4_linear(version: str) -> bool:
 
 
 # ModelOpt's algorithm or form -> the release from which SGLang reads it.
-_MODELOPT = {"hybrid": "0.5.14", "W4A16_NVFP4": "0.5.19", "group_size": "0.5.17"}
+_MODELOPT = {"hybrid": "0.5.14", "W4A16_NVFP4": "0.5.19", "group_size": "0.5.17", "MXFP8": "0.5.18"}
 _IN_MIXTURES = {"W4A16_NVFP4": "0.5.15", "MXFP8": "0.5.17", "FP8_PB_WO": "0.5.18", "FP8_BLOCK_SCALES": "0.5.20"}
 
 
 def reads_modelopt(version: str, what: str, *, in_mixture: bool = False) -> bool:
     """Whether SGLang reads a quant_algo; a "hybrid" of fp8 and NVFP4; NVFP4 whose "group_size" is not given."""
     return _since(version, (_IN_MIXTURES if in_mixture else _MODELOPT).get(what, capabilities.FIRST))
+
+
+def reads_flat_files(version: str) -> bool:
+    """Whether SGLang reads an hf_quant_config.json whose fields are not in an object `quantization`."""
+    return _since(version, "0.5.20")
+
+
+def completes_mixtures(version: str) -> bool:
+    """Whether SGLang reads hf_quant_config.json in place of a mixture in config.json that has no word of the KV
+    cache."""
+    return _since(version, "0.5.15")
+
+
+def more_excluded_of_mixtures(version: str) -> tuple[str, ...]:
+    """Returns the fields that SGLang reads for a mixture's excluded layers if there is no `ignore`."""
+    return ("exclude_modules",) if _since(version, "0.5.18") else ()
+
+
+def more_excluded_of_nvfp4(version: str) -> tuple[str, ...]:
+    """Returns the fields that SGLang reads for excluded layers of NVFP4 if there is no `ignore`."""
+    return ("modules_to_not_convert", "exclude_modules") if _since(version, "0.5.23") else ()
 
 
 def tells_mixtures(version: str) -> bool:
