@@ -66,6 +66,10 @@ def test_refused(config: Config, why: str, tmp_path: Path, capsys: pytest.Captur
     assert not report["served"] and why in report["refused"][0]
 
 
+def without_ignore(quantised: Config) -> Config:
+    return {name: value for name, value in quantised.items() if name != "ignore"}
+
+
 def plain_layers(report: dict[str, Any]) -> list[int]:
     return [layer for kind in moe(report) if kind["format"] == "bf16" for layer in kind["layers"]]
 
