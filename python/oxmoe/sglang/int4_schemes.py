@@ -70,7 +70,7 @@ def of_weights(weights: dict[str, Any], layout: Any) -> Scheme:
     if order not in (None, False, "weight", "static"):
         raise _refused(what, f"actorder {order}: groups have columns in activation order")
     size, strategy = weights.get("group_size"), weights.get("strategy")
-    # As compressed-tensors infers it.
+    # compressed-tensors infers the strategy in this way.
     strategy = strategy or ("tensor" if size is None else "channel" if size == -1 else "group")
     if strategy not in ("group", "channel"):
         raise _refused(what, f"a scale a {strategy}")
