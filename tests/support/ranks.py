@@ -160,6 +160,24 @@ def make(me: Rank, tokens: int, hidden: int, dtype: torch.dtype, size: int | Non
 # Reference
 
 
+def alone(tokens: int, hidden: int, dtype: torch.dtype = torch.bfloat16) -> oxmoe.AllReduceFusionWorkspace:
+    """Returns the workspace of a group of this process alone."""
+    return oxmoe.create_allreduce_fusion_workspace(
+        world_size=1, rank=0, max_token_num=tokens, hidden_dim=hidden, dtype=dtype
+    )
+
+
+def of_two(exchange: Callable[[bytes], Any], **options: Any) -> tuple[str, str]:
+    """Returns what the making of rank 0's workspace of two raises."""
+    return raised(
+        lambda: oxmoe.create_allreduce_fusion_workspace(
+            **{"world_size": 2, "rank": 0, "max_token_num": 4, "hidden_dim": 64, "dtype": "bfloat16", "deadline": 5.0}
+            | {"exchange": exchange}
+            | options
+        )
+    )
+
+
 def draw(seed: int, name: str, *shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
     """Draws numbers that are equal on every rank for the same name."""
     rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import operator
 import os
 import sys
 import threading
@@ -54,6 +55,66 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Drops buffers."""
+
+
+def whole(name: str, value: Any) -> int:
+    """Returns the integer that an argument is. An integer of numpy or torch becomes Python's."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}: expected int, got {type(value).__name__}") from None
+
+
+def link_of(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, rank: int | None) -> Link:
+    """Returns the link of the ranks that these arguments of create_allreduce_fusion_workspace name."""
+    if group is not None and exchange is not None:
+        raise ValueError("exchange: group was given too; pass one of them")
+    if exchange is None and group is None and comm_backend is not None:
+        exchange = getattr(comm_backend, "allgather", None)
+        if not callable(exchange):
+            raise ValueError(
+                "comm_backend: expected an object with allgather(bytes), got " + type(comm_backend).__name__
+            )
+        if world_size is None and callable(getattr(comm_backend, "Get_size", None)):
+            world_size = comm_backend.Get_size()
+        if rank is None and callable(getattr(comm_backend, "Get_rank", None)):
+            rank = comm_backend.Get_rank()
+    if group is None and exchange is None:
+        group = _world(world_size, rank)
+    if group is not None:
+        return group_link(group)
+    if world_size is None or rank is None:
+        raise ValueError("world_size: is needed with rank where no group is given; there is no default group")
+    world_size, rank = whole("world_size", world_size), whole("rank", rank)
+    if world_size < 1:
+        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
+    if exchange is None:
+        if world_size != 1:
+            raise ValueError(
+                "group: expected a torch ProcessGroup, or exchange; the default group is torch's WORLD where this "
+                f"process is rank {rank} of its {world_size}"
+            )
+        exchange = _alone
+    return FunctionLink(exchange, world_size, rank)
+
+
+def _world(world_size: int | None, rank: int | None) -> Any:
+    """Returns torch's WORLD, if it has world_size ranks and this process is `rank`."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    if (
+        world_size in (None, 1)
+        or distributed is None
+        or not (distributed.is_available() and distributed.is_initialized())
+    ):
+        return None
+    same = (world_size, rank) == (distributed.get_world_size(), distributed.get_rank())
+    return distributed.group.WORLD if same else None
+
+
+def _alone(data: bytes) -> list[bytes]:
+    return [data]
 
 
 def group_link(group: Any) -> Link:

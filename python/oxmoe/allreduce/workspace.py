@@ -4,7 +4,6 @@ agreement."""
 from __future__ import annotations
 
 import numbers
-import operator
 import os
 import struct
 import sys
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from oxmoe import _oxmoe
-from oxmoe.allreduce.exchange import FunctionLink, Link, PeerLost, group_link
+from oxmoe.allreduce.exchange import Link, PeerLost, link_of, whole
 from oxmoe.allreduce.memory import share
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ class AllReduceFusionWorkspace:
         It warns with the reason if it does not fit. use_oneshot changes nothing, because every message that fits can
         be sent.
         """
-        num_tokens, hidden_dim = _whole("num_tokens", num_tokens), _whole("hidden_dim", hidden_dim)
+        num_tokens, hidden_dim = whole("num_tokens", num_tokens), whole("hidden_dim", hidden_dim)
         wanted = num_tokens * hidden_dim * _ITEM_BYTES[_dtype_name(dtype)]
         capacity = self._capacity()
         if tp_size == self.world_size and wanted <= capacity:
@@ -381,14 +380,6 @@ def _checked_deadline(deadline: Any) -> float:
     return float(deadline) if deadline < _LONGEST else _LONGEST
 
 
-def _whole(name: str, value: Any) -> int:
-    """Returns the integer that an argument is. An integer of numpy or torch becomes Python's."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: expected int, got {type(value).__name__}") from None
-
-
 def workspace_bytes(
     world_size: int,
     max_token_num: int,
@@ -404,7 +395,7 @@ def workspace_bytes(
     with room for every message in one shot if force_oneshot_support.
     """
     for name, value in (("max_token_num", max_token_num), ("hidden_dim", hidden_dim), ("world_size", world_size)):
-        if abs(_whole(name, value)) >= 1 << 63:
+        if abs(whole(name, value)) >= 1 << 63:
             raise ValueError(f"{name}: expected a number below 2^63, got {value}")
     return _oxmoe.allreduce_bytes(
         world_size,
@@ -479,13 +470,13 @@ def create_allreduce_fusion_workspace(
         "write_norm_output": write_norm_output,
         "config": config,
     }
-    link = _link(group, exchange, comm_backend, world_size, rank)
+    link = link_of(group, exchange, comm_backend, world_size, rank)
     end = time.monotonic() + 30.0
     try:
         deadline = _checked_deadline(deadline)
         end = time.monotonic() + deadline
         for argument, given, own in (("world_size", world_size, link.size), ("rank", rank, link.rank)):
-            if given is not None and _whole(argument, given) != own:
+            if given is not None and whole(argument, given) != own:
                 raise ValueError(f"{argument}: expected {own} (of the group), got {given}")
         if backend in ("mnnvl", "mnnvl-cutedsl"):
             raise NotImplementedError(
@@ -505,7 +496,7 @@ def create_allreduce_fusion_workspace(
         if missing:
             raise ValueError(f"{missing[0]}: is needed, got None")
         assert max_token_num is not None and hidden_dim is not None and dtype is not None
-        max_token_num, hidden_dim = _whole("max_token_num", max_token_num), _whole("hidden_dim", hidden_dim)
+        max_token_num, hidden_dim = whole("max_token_num", max_token_num), whole("hidden_dim", hidden_dim)
         workspace_bytes(link.size, max_token_num, hidden_dim, dtype)
         gpu = _gpu(device, link.size)
     except Exception as error:
@@ -591,54 +582,3 @@ def _gpu(device: Any, world_size: int) -> int | None:
     if reason is not None:
         raise NotImplementedError(f"device: {device}: {reason}")
     return ordinal
-
-
-def _link(group: Any, exchange: Any, comm_backend: Any, world_size: int | None, rank: int | None) -> Link:
-    if group is not None and exchange is not None:
-        raise ValueError("exchange: group was given too; pass one of them")
-    if exchange is None and group is None and comm_backend is not None:
-        exchange = getattr(comm_backend, "allgather", None)
-        if not callable(exchange):
-            raise ValueError(
-                "comm_backend: expected an object with allgather(bytes), got " + type(comm_backend).__name__
-            )
-        if world_size is None and callable(getattr(comm_backend, "Get_size", None)):
-            world_size = comm_backend.Get_size()
-        if rank is None and callable(getattr(comm_backend, "Get_rank", None)):
-            rank = comm_backend.Get_rank()
-    if group is None and exchange is None:
-        group = _world(world_size, rank)
-    if group is not None:
-        return group_link(group)
-    if world_size is None or rank is None:
-        raise ValueError("world_size: is needed with rank where no group is given; there is no default group")
-    world_size, rank = _whole("world_size", world_size), _whole("rank", rank)
-    if world_size < 1:
-        raise ValueError(f"world_size: expected 1 or more, got {world_size}")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank: expected 0 to {world_size - 1}, got {rank}")
-    if exchange is None:
-        if world_size != 1:
-            raise ValueError(
-                "group: expected a torch ProcessGroup, or exchange; the default group is torch's WORLD where this "
-                f"process is rank {rank} of its {world_size}"
-            )
-        exchange = _alone
-    return FunctionLink(exchange, world_size, rank)
-
-
-def _world(world_size: int | None, rank: int | None) -> Any:
-    """Returns torch's WORLD, if it has world_size ranks and this process is `rank`."""
-    distributed = getattr(sys.modules.get("torch"), "distributed", None)
-    if (
-        world_size in (None, 1)
-        or distributed is None
-        or not (distributed.is_available() and distributed.is_initialized())
-    ):
-        return None
-    same = (world_size, rank) == (distributed.get_world_size(), distributed.get_rank())
-    return distributed.group.WORLD if same else None
-
-
-def _alone(data: bytes) -> list[bytes]:
-    return [data]
