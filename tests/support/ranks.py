@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,9 @@ WORLDS = [pytest.param(n, marks=pytest.mark.skipif(GPUS < n, reason=f"needs {n} 
 class Rank:
     """The argument of a function that runs on every rank: the rank, and its groups."""
 
-    def __init__(self, rank: int, world: int, port: int) -> None:
+    def __init__(self, rank: int, world: int, store: dist.Store) -> None:
         torch.set_num_threads(1)
         self.rank, self.world = rank, world
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
         self.all = dist.group.WORLD
         # Every process takes part in making every group.
@@ -62,7 +60,10 @@ def _work(connection: Any, rank: int, world: int, port: int, gpus: bool) -> None
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["RAYON_NUM_THREADS"] = "1"
     os.environ |= WITHOUT_MULTICAST
-    me = Rank(rank, world, port)
+    store = dist.TCPStore("127.0.0.1", port, world, rank == 0, wait_for_workers=False)
+    if rank == 0:
+        connection.send(store.port)
+    me = Rank(rank, world, store)
     if gpus:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     while True:
@@ -82,9 +83,7 @@ class Crew:
     def __init__(self, world: int, gpus: bool = False) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "oxmoe"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = 0  # rank 0 listens at a port of the system's choice; one that is only looked up may be taken by then
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
@@ -93,6 +92,9 @@ class Crew:
             theirs.close()
             self.pipes.append(ours)
             self.processes.append(process)
+            if rank == 0:
+                assert ours.poll(60), "rank 0 does not start"
+                port = ours.recv()
 
     def run(
         self, function: Callable[..., Any], *args: Any, gone: tuple[int, ...] = (), patience: float = 60

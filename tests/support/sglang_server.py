@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
@@ -33,26 +34,20 @@ HAS_CONTEXT = sources.function("srt.runtime_context", "get_parallel") is not Non
 ADAPTER = importlib.import_module(oxmoe.sglang.adapter_name())
 only_cores = pytest.mark.skipif(not NEW, reason="this SGLang takes no MoE runner under a name of others")
 SHAPE = Shape("sglang", 8, 2, 128, 96)
+_MEETING = tempfile.TemporaryDirectory()  # it is removed when the process ends
 
 
-def _one_rank(port: int) -> None:
-    """Makes groups of one rank, which older releases' layers look up."""
+def _one_rank() -> None:
+    """Makes groups of one rank, which older releases' layers look up. They meet at a file: another process cannot take
+    it, as it could a port."""
     from sglang.srt.distributed import init_distributed_environment, initialize_model_parallel, parallel_state
 
     if not parallel_state.model_parallel_is_initialized():
-        address = f"tcp://127.0.0.1:{port}"
+        address = f"file://{_MEETING.name}/store"
         init_distributed_environment(
             backend="gloo", world_size=1, rank=0, local_rank=0, distributed_init_method=address
         )
         initialize_model_parallel()
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -61,7 +56,7 @@ def _new_server(backend: str, a2a: str, overlap: bool, topology: dict[str, Any])
     from sglang.srt.runtime_context import get_context, get_flags, get_parallel
 
     if "get_tp_group" in sources.names("srt.layers.moe.fused_moe_triton.layer"):
-        _one_rank(_free_port())
+        _one_rank()
     one = dict.fromkeys(("moe_ep_size", "moe_tp_size", "tp_size"), 1)
     ranks = {**one, **dict.fromkeys(("moe_ep_rank", "moe_tp_rank", "tp_rank"), 0), "tp_group": None, **topology}
     with ExitStack() as stack:
@@ -79,7 +74,7 @@ def _old_server(backend: str, a2a: str, overlap: bool) -> Iterator[None]:
     from sglang.srt.layers.moe.utils import initialize_moe_config
     from sglang.srt.server_args import set_global_server_args_for_scheduler
 
-    _one_rank(_free_port())
+    _one_rank()
 
     def start(name: str, a2a: str, overlap: bool) -> None:
         arguments = ServerArgs(model_path="dummy", moe_runner_backend=name)

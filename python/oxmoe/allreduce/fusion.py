@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, Preparing
+from oxmoe.allreduce.workspace import AllReduceFusionWorkspace
 from oxmoe.functions import quantize_mxfp8
 from oxmoe.operands import WRONG_TYPES, check_tensor, name_argument
 
@@ -181,7 +181,7 @@ def allreduce_fusion(
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(f"workspace: expected an oxmoe AllReduceFusionWorkspace, got {type(workspace).__name__}")
     mxfp8: _Mxfp8 | None = None
-    with Preparing(workspace, input, residual_in):
+    try:
         try:
             pattern = operator.index(pattern)
             seconds = workspace._seconds(deadline)
@@ -201,6 +201,9 @@ def allreduce_fusion(
         except WRONG_TYPES as error:
             name_argument(error, allreduce_fusion, locals())
             raise
+    except Exception as error:
+        workspace._withdraw(error, input, residual_in)
+        raise
     operands = _Operands(
         input=input,
         pattern=pattern,

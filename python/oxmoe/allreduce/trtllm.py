@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from oxmoe.allreduce.fusion import AllReduceFusionPattern as Pattern
 from oxmoe.allreduce.fusion import QuantizationSFLayout, allreduce_fusion, refuse_backend
-from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, Preparing, create_allreduce_fusion_workspace
+from oxmoe.allreduce.workspace import AllReduceFusionWorkspace, create_allreduce_fusion_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -96,14 +96,12 @@ def trtllm_destroy_ipc_workspace_for_all_reduce_fusion(
         raise ValueError(f"workspace: expected an AllReduceFusionWorkspace, got {type(workspace).__name__}")
 
 
-def _preparing(workspace: Any, *leaders: Any) -> Preparing:
-    """Returns the context in which a call's operands are made: if that fails, the peers must not wait."""
+def _check_workspace(workspace: Any) -> None:
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise ValueError(
             "workspace_ptrs: expected the AllReduceFusionWorkspace of oxmoe's "
             f"trtllm_create_ipc_workspace_for_all_reduce_fusion, got {type(workspace).__name__}"
         )
-    return Preparing(workspace, *leaders)
 
 
 def _check(workspace: AllReduceFusionWorkspace, world_size: int, world_rank: int) -> None:
@@ -199,7 +197,8 @@ def trtllm_allreduce_fusion(
     As in flashinfer, a tensor that the pattern neither reads nor writes is left alone, and quant_out and scale_out of
     FP8 with one scale and of NVFP4 are memory of any dtype that is large enough.
     """
-    with _preparing(workspace_ptrs, allreduce_in, residual_in):
+    _check_workspace(workspace_ptrs)
+    try:
         _check(workspace_ptrs, world_size, world_rank)
         x = _rows("allreduce_in", allreduce_in, token_num, hidden_dim)
         codes, scales = quantised_outputs(pattern_code, token_num, hidden_dim, quant_out, scale_out, layout_code)
@@ -213,6 +212,9 @@ def trtllm_allreduce_fusion(
             "rms_gamma": rms_gamma,
         }
         operands = read_or_written(pattern_code, operands)
+    except Exception as error:
+        workspace_ptrs._withdraw(error, allreduce_in, residual_in)
+        raise
     allreduce_fusion(
         x,
         workspace_ptrs,
@@ -259,7 +261,8 @@ def trtllm_moe_allreduce_fusion(
     [experts, token_num], moe_reduction_active_experts_token_input [experts x token_num, hidden_dim], the others
     [token_num, hidden_dim]."""
     pattern, experts = Pattern.kMoEReductionARResidualRMSNorm, moe_reduction_device_num_experts
-    with _preparing(workspace_ptrs, moe_reduction_token_input, residual_in):
+    _check_workspace(workspace_ptrs)
+    try:
         _check(workspace_ptrs, world_size, world_rank)
         if backend != "trtllm":
             refuse_backend("backend", backend)
@@ -283,6 +286,9 @@ def trtllm_moe_allreduce_fusion(
             ),
             "moe_reduction_token_input": tokens,
         }
+    except Exception as error:
+        workspace_ptrs._withdraw(error, moe_reduction_token_input, residual_in)
+        raise
     allreduce_fusion(
         tokens,
         workspace_ptrs,
@@ -322,7 +328,8 @@ def trtllm_moe_finalize_allreduce_fusion(
     """`allreduce_fusion` with kMoEFinalizeARResidualRMSNorm. A routed_scaling_factor multiplies expert_scale_factor in
     fp32, which is an operation of torch before the call. NotImplementedError for quant_out and scale_out: flashinfer's
     call has no argument for their scale."""
-    with _preparing(workspace_ptrs, allreduce_in, residual_in):
+    _check_workspace(workspace_ptrs)
+    try:
         _check(workspace_ptrs, world_size, world_rank)
         if backend != "trtllm":
             refuse_backend("backend", backend)
@@ -336,6 +343,9 @@ def trtllm_moe_finalize_allreduce_fusion(
             if weights is None:
                 weights = allreduce_in.new_ones(expanded_idx_to_permuted_idx.shape)
             weights = weights.float() * routed_scaling_factor
+    except Exception as error:
+        workspace_ptrs._withdraw(error, allreduce_in, residual_in)
+        raise
     allreduce_fusion(
         allreduce_in,
         workspace_ptrs,

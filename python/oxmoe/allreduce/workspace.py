@@ -58,23 +58,6 @@ class _Header:
         return 0 < (epoch - self.epoch) % _EPOCHS < _EPOCHS // 2
 
 
-class Preparing:
-    """Runs the part of a call before `AllReduceFusionWorkspace._run`. If it raises, the peers must not wait for this
-    rank. leaders: the call's input and residual_in."""
-
-    __slots__ = ("_leaders", "_workspace")
-
-    def __init__(self, workspace: AllReduceFusionWorkspace, *leaders: Any) -> None:
-        self._workspace, self._leaders = workspace, leaders
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):
-            self._workspace._withdraw(error, *self._leaders)
-
-
 class AllReduceFusionWorkspace:
     """The memory and state that one group needs to all-reduce. `create_allreduce_fusion_workspace` makes it.
 
@@ -283,7 +266,7 @@ class AllReduceFusionWorkspace:
 
     def _withdraw(self, error: Exception, *leaders: Any) -> None:
         """Tells the peers that this rank takes no part in the call that raised `error` before `_run`. On GPUs they find
-        it missing, or notice at its next call that it has refused one."""
+        it missing, or notice at its next call that it has refused one. leaders: the call's input and residual_in."""
         if self._link is None or self._fault is not None or self._is_parents():
             return
         if self._on_gpu(*leaders):

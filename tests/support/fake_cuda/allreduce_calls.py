@@ -109,10 +109,9 @@ def operands(rank, tokens, hidden, pattern, dtype):
     return given | {"block_quant_group_size": 128}
 
 
-def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=False):
-    """Makes a workspace, calls, destroys. Returns launches, tensors, what lies in all ranks' memory, and what was
-    raised."""
-    space = create_allreduce_fusion_workspace(
+def workspace_of(rank, exchange, world, most, dtype, **options):
+    """Returns a workspace on GPU number `rank` for messages of up to `most`, tokens and columns."""
+    return create_allreduce_fusion_workspace(
         world_size=world,
         rank=rank,
         max_token_num=most[0],
@@ -121,8 +120,14 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
         exchange=exchange,
         deadline=20,
         device=f"cuda:{rank}",
-        force_oneshot_support=force,
+        **options,
     )
+
+
+def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=False):
+    """Makes a workspace, calls, destroys. Returns launches, tensors, what lies in all ranks' memory, and what was
+    raised."""
+    space = workspace_of(rank, exchange, world, most, dtype, force_oneshot_support=force)
     made = len(records(log))
     tensors, raised = [], []
     for tokens, hidden, pattern, use_oneshot in calls:
@@ -163,16 +168,7 @@ def one_rank(rank, exchange, log, world, calls, dtype, most, fault=None, force=F
 def refusing_rank(rank, exchange, log, world, shape_at):
     """Rank 1 alone refuses two calls between two that both ranks make. Returns the launches, what was raised, and what
     `check` raises where the kernels find that their headers differ."""
-    space = create_allreduce_fusion_workspace(
-        world_size=world,
-        rank=rank,
-        max_token_num=8,
-        hidden_dim=64,
-        dtype="bfloat16",
-        exchange=exchange,
-        deadline=20,
-        device=f"cuda:{rank}",
-    )
+    space = workspace_of(rank, exchange, world, (8, 64), "bfloat16")
     x, y, gamma = Tensor((2, 64), "bfloat16", rank), Tensor((2, 64), "bfloat16", rank), Tensor((32,), "bfloat16", rank)
     raised = [attempt(allreduce_fusion, x, space, 0, output=y)]
     if rank == 1:
@@ -200,17 +196,7 @@ def failing_rank(rank, exchange, log, world, fail, failing):
         os.environ["FAKE_FAIL"] = fail
     else:
         os.environ.pop("FAKE_FAIL", None)
-    make = lambda: create_allreduce_fusion_workspace(  # noqa: E731
-        world_size=world,
-        rank=rank,
-        max_token_num=8,
-        hidden_dim=64,
-        dtype="bfloat16",
-        exchange=exchange,
-        deadline=20,
-        device=f"cuda:{rank}",
-    )
-    text = attempt(make)
+    text = attempt(workspace_of, rank, exchange, world, (8, 64), "bfloat16")
     calls = [record["call"] for record in records(log)]
     return {"raised": text, "mapped": calls.count("cuMemSetAccess") - calls.count("cuMemUnmap")}
 
