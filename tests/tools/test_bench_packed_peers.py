@@ -242,6 +242,7 @@ def humming_stand_in(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> list[st
     times = iter(float(10 - index % 7) for index in range(10_000))
     monkeypatch.setattr(humming, "graph_time_us", lambda calls, replays, warmups: (calls[0](), next(times))[1])
     monkeypatch.setattr(humming, "missing", lambda device: None)
+    monkeypatch.setattr(humming, "release", lambda: "0.1.20")
     return compiled
 
 
@@ -261,8 +262,10 @@ def test_humming_beside_the_routed_layer(
     assert "failed" not in said and "does not start" not in said
     peers = [row for row in rows_of(path) if row["backend"] == "humming"]
     assert len(peers) == 5 * 3 * 3
-    assert {row["detail"].split(",")[0] for row in peers if row["tokens"] == 9} == {"indexed", "contiguous"}
-    assert {row["detail"].split(",")[0] for row in peers if row["tokens"] < 9} == {"indexed"}
+    release = "humming-kernels 0.1.20: "
+    ran = [(row["tokens"], row["detail"].split(",")[0]) for row in peers]
+    assert {gemm for tokens, gemm in ran if tokens == 9} == {release + "indexed", release + "contiguous"}
+    assert {gemm for tokens, gemm in ran if tokens < 9} == {release + "indexed"}
     assert set(humming_stand_in) == {"indexed", "contiguous"} and all("as uint4" in row["detail"] for row in peers)
 
 
@@ -284,7 +287,8 @@ def test_humming_in_expert_order(
     assert __main__.main([*arguments, "--json", str(path)]) == 0
     said = capsys.readouterr().out
     assert "computes something else" not in said and "failed" not in said and "has no bf16 weights" in said
-    assert len([row for row in rows_of(path) if row["backend"] == "humming"]) == 5 * 3
+    peers = [row["detail"] for row in rows_of(path) if row["backend"] == "humming"]
+    assert peers == ["humming-kernels 0.1.20"] * 5 * 3
     assert set(humming_stand_in) == {"masked"}
 
 
@@ -563,3 +567,10 @@ def test_packages_that_are_missing_are_named(peer: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(humming, "version", lambda name: "0.1.0")
     module(monkeypatch, "sglang", __version__="0.4.0")
     assert "is written for" in peer.missing("cuda") and re.search(r"found 0\.[14]\.0", peer.missing("cuda"))
+
+
+@pytest.mark.parametrize("release", humming.VERSIONS)
+def test_every_release_of_humming_that_was_read_runs(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(humming, "find_spec", lambda name: object())
+    monkeypatch.setattr(humming, "version", lambda name: release)
+    assert humming.missing("cuda") is None

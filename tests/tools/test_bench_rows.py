@@ -183,7 +183,8 @@ def test_the_best_peer_of_rows_in_expert_order(
     monkeypatch.setitem(masked.LAYERS, "few", masked.Layer(4, 2, 2, 128, 128))
     bench = masked._Bench("cpu", Protocol(1, 1, 0, 0.0), [], {}, None)
     rows = SimpleNamespace(x=torch.zeros(4, 3, 128), counts=torch.ones(4))
-    bench.report("few", "bf16", "case", [rows], None, {"oxmoe": 20.0, "slow": 90.0, "fast": 30.0})  # type: ignore[list-item]
+    times = {"oxmoe": 20.0, "slow": 90.0, "fast": 30.0}
+    bench.report("few", "bf16", "case", [rows], None, times, {})  # type: ignore[list-item]
     assert capsys.readouterr().out.splitlines()[-1].split(" | ")[-1] == "1.50 |"
 
 

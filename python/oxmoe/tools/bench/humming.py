@@ -30,7 +30,7 @@ from oxmoe.testing import graph_time_us
 from oxmoe.tools.bench.backend import Backend
 from oxmoe.tools.bench.layers import Inputs, Mxfp4, Mxfp8, Nvfp4, Shape, Weights
 
-VERSION = "0.1.19"
+VERSIONS = ("0.1.19", "0.1.20")
 PADS = (256, 128)  # SGLang's: rows and columns of a matrix are padded to multiples of them
 GEMMS = {"indexed": "indexed", "contiguous": "grouped_contiguous", "masked": "grouped_masked"}
 MANY = 1024  # from this number of tokens on contiguous rows are tried
@@ -39,16 +39,21 @@ MANY = 1024  # from this number of tokens on contiguous rows are tried
 E4M3_ERROR = 5e-2
 
 
+def release() -> str:
+    """Returns the version of humming-kernels that is installed."""
+    try:
+        return version("humming-kernels")
+    except PackageNotFoundError:
+        return "an unknown version"
+
+
 def missing(device: str) -> str | None:
     if device != "cuda":
         return "needs a GPU"
     if find_spec("humming") is None:
         return "humming is not installed (PyPI: humming-kernels)"
-    try:
-        found = version("humming-kernels")
-    except PackageNotFoundError:
-        found = "an unknown version"
-    return None if found == VERSION else f"is written for humming-kernels {VERSION}, found {found}"
+    found = release()
+    return None if found in VERSIONS else f"is written for humming-kernels {' and '.join(VERSIONS)}, found {found}"
 
 
 def prepare_environment() -> None:
@@ -295,7 +300,7 @@ class _Routed:
 class Humming(Backend):
     name = "humming"
     formats = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "int4", "int4-zeros")
-    VERSION: ClassVar[str] = VERSION
+    VERSIONS: ClassVar[tuple[str, ...]] = VERSIONS
 
     @classmethod
     def missing(cls, device: str) -> str | None:
@@ -338,5 +343,6 @@ class Humming(Backend):
             raise RuntimeError(f"no variant runs: {failure}")
         best = min(times, key=lambda variant: times[variant])
         # int4 weights with a code of -8 stay unsigned numbers; without one Humming packs a sign and a magnitude.
-        self.detail = f"{best}, as {self.modules[best.pads][0].humming_metas['w13'].b_dtype}"
+        dtype = self.modules[best.pads][0].humming_metas["w13"].b_dtype
+        self.detail = f"humming-kernels {release()}: {best}, as {dtype}"
         return made[best]

@@ -110,6 +110,7 @@ class Backend:
     excludes: ClassVar[str | None] = None  # the work that ours contains and this one does not
     most_error: float = deep_gemm.MOST_ERROR  # relative norm that a peer's error stays below
     rounds_activations = True  # whether it rounds them as the reference does; False: MXFP8's stay in bf16
+    detail: str | None = None  # what ran, for the record
 
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
         self.layer, self.weights, self.format = layer, weights, format_name
@@ -237,6 +238,7 @@ class HummingMasked(Backend):
     def __init__(self, layer: Layer, weights: Sequence[layers.Weights], format_name: str):
         super().__init__(layer, weights, format_name)
         self.rounds_activations = format_name != "mxfp8"
+        self.detail = f"humming-kernels {humming.release()}"
         self.modules = [humming.make_module(layer.shape, item, humming.PADS, False) for item in weights]
 
     def call(self, index: int, rows: Rows) -> Callable[[], Tensor]:
@@ -386,7 +388,8 @@ class _Bench:
         times, failed = times_us(calls, self.device, self.protocol, ours=Ours.name)
         for peer, reason in failed.items():
             self.skip(f"{peer} at {where}", f"failed: {reason}")
-        self.report(name, format_name, case, given, least, times)
+        details = {backend.name: backend.detail for backend in backends if backend.detail is not None}
+        self.report(name, format_name, case, given, least, times, details)
 
     def report(
         self,
@@ -396,6 +399,7 @@ class _Bench:
         given: list[Rows],
         least: floors.Floors | None,
         times: dict[str, float],
+        details: dict[str, str],
     ) -> None:
         ours, room = times[Ours.name], given[0].x.shape[1]
         rows = sum(int(item.counts.sum()) for item in given) / len(given)
@@ -423,7 +427,8 @@ class _Bench:
         lines = []
         for backend, us in times.items():
             excludes = PEERS[backend].excludes if backend in PEERS else None
-            extra = {} if excludes is None else {"excludes": excludes}
+            said = {"excludes": excludes, "detail": details.get(backend)}
+            extra = {key: text for key, text in said.items() if text is not None}
             lines.append(
                 {**common, "backend": backend, **fields(us), **extra, **vars(self.protocol), **self.environment}
             )
