@@ -17,6 +17,7 @@ PAGE = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
 FORMATS = {
     "MXFP4": "mxfp4",
     "MXFP4, e4m3 activations": "mxfp4-a8",
+    "MXFP8": "mxfp8",
     "NVFP4": "nvfp4",
     "NVFP4, activations too": "nvfp4-a4",
     "int4": "int4",
@@ -26,6 +27,7 @@ FORMATS = {
     "fp8_block": "fp8_block",
     "bf16": "bf16",
 }
+HUMMING = "humming_2026-11-29"
 Number = tuple[str, float]  # as it stands in a table, and as it was measured or computed
 
 
@@ -78,7 +80,7 @@ def side_by_side(row: dict[str, str], peer: str, times: list[tuple[float, float]
 
 
 def humming() -> Iterator[tuple[str, list[Number]]]:
-    for row in table("Beside humming (MXFP4, int4, NVFP4)"):
+    for row in table("Beside humming (MXFP4, MXFP8, int4, NVFP4)"):
         shape, _, name = row["layer, format"].partition(", ")
         masked = name.endswith(", `moe_masked`")
         wanted = {"shape": shape, "format": FORMATS[name.removesuffix(", `moe_masked`")]}
@@ -87,7 +89,7 @@ def humming() -> Iterator[tuple[str, list[Number]]]:
         for cell in map(int, numbers(cells)):
             of = {"op": "moe_masked", "each": cell} if masked else {"op": "moe", "tokens": cell}
             found = [
-                row_of("h100_packed.jsonl", ("humming_2026-11-28",), backend=backend, **wanted, **of)["us"]
+                row_of("h200_packed.jsonl", (HUMMING,), backend=backend, **wanted, **of)["us"]
                 for backend in ("oxmoe", "humming")
             ]
             times.append((found[0], found[1]))
@@ -95,7 +97,7 @@ def humming() -> Iterator[tuple[str, list[Number]]]:
 
 
 def marlin() -> Iterator[tuple[str, list[Number]]]:
-    for row in table("Beside humming (MXFP4, int4, NVFP4)", 1):
+    for row in table("Beside humming (MXFP4, MXFP8, int4, NVFP4)", 1):
         format, times = FORMATS[row["format"]], []
         for tokens in map(int, numbers(row["M"])):
             run = f"packed_marlin_{'2026-11-26' if format == 'mxfp4' else '2026-11-28'}"
@@ -174,12 +176,10 @@ def rows_in_order() -> Iterator[tuple[str, list[Number]]]:
 
 def mxfp8() -> Iterator[tuple[str, list[Number]]]:
     for row in table("MXFP8"):
-        heads, rows = ["M = 16", "64", "256", "1024"], []
-        for tokens in (16, 64, 256, 1024):
-            file, run = "h200_fp8.jsonl", "quantised_while_routed_2026-11-24"
-            if tokens in (16, 256):
-                file, run = "h200_packed.jsonl", "nvfp4_a4_2026-11-24"
-            rows.append(row_of(file, (run,), shape=row["layer"], format="mxfp8", tokens=tokens))
+        heads = [head for head in row if head != "layer"]
+        wanted = {"shape": row["layer"], "format": "mxfp8", "backend": "oxmoe"}
+        tokens = [int(head.removeprefix("M = ")) for head in heads]
+        rows = [row_of("h200_packed.jsonl", (HUMMING,), tokens=each, **wanted) for each in tokens]
         yield row["layer"], with_floors(row, heads, rows)
 
 
