@@ -511,7 +511,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for everything")
     parser.add_argument("--least", type=float, default=60.0, help="seconds without which no cell is begun")
     parser.add_argument(
-        "--start-limit", type=float, default=150.0, help="seconds of a start; SGLang compiles Marlin's for minutes"
+        "--start-limit", type=float, default=300.0, help="seconds of a start; SGLang compiles Marlin's for minutes"
     )
     parser.add_argument("--together", action="store_true", help="both servers of a cell are up, rounds alternate")
     parser.add_argument("--ahead", action="store_true", help="with --together: all cells' servers start at a time")
