@@ -45,8 +45,8 @@ LEFT_OUT = (
     "sglang/test/*/*",
     "*.pyc",
 )
-# What moe_wna16_marlin.py of SGLang 0.5.23 compiles for a layer of a dtype, with and without biases: GEMM1's and
-# GEMM2's modules, by (is_ep, has_bias, expert_ids_are_sorted, zero_inactive_output, has_inactive_prefix_count).
+# Modules that moe_wna16_marlin.py of SGLang 0.5.23 compiles for a layer of a dtype, with and without biases, one for
+# each GEMM: (is_ep, has_bias, expert_ids_are_sorted, zero_inactive_output, has_inactive_prefix_count).
 MARLIN = {
     f"{dtype}{'-bias' if bias else ''}": [(dtype, (False, bias, True, last, True)) for last in (False, True)]
     for dtype in ("bf16", "f16")
