@@ -7,6 +7,8 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 import forked
 import processes
 
@@ -152,7 +154,7 @@ def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
 def test_expected_skips_have_reasons() -> None:
     lines = [line for line in (UPSTREAM / "skips.txt").read_text().splitlines() if line and not line.startswith("#")]
     pairs = [line.split(" | ") for line in lines]
-    folders = ("tests/", "sgl-kernel/tests/")
+    folders = ("tests/", "sgl-kernel/tests/", "test/registered/")
     assert len(pairs) > 10 and all(len(pair) == 2 and pair[0].startswith(folders) and pair[1] for pair in pairs)
 
 
@@ -199,3 +201,64 @@ def test_sglang(tmp_path: Path) -> None:
     code, said = upstream(tmp_path, "topk_softmax", "test_moe_fused_gate", "--on-cpu")
     assert code == 0 and "sgl-kernel/tests/test_moe_topk_softmax.py: 2 passed, 1 not served in " in said, said
     assert "sgl-kernel/tests/test_moe_fused_gate.py: is not in this checkout" in said
+
+
+LAYERS = """
+import pytest, torch
+from sglang.srt.layers.moe.moe_runner.triton_utils.fused_moe import fused_moe
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKConfig, select_experts
+
+def layer(hidden, dtype=torch.bfloat16):
+    x, logits = torch.randn(5, hidden, dtype=dtype, device="cuda"), torch.randn(5, 4, device="cuda")
+    w13, w2 = torch.randn(4, 64, hidden, dtype=dtype), torch.randn(4, hidden, 32, dtype=dtype)
+    return x, logits, w13 / 8, w2 / 8
+
+def test_layer():
+    x, logits, w13, w2 = layer(64)
+    before = x.clone()
+    chosen = select_experts(hidden_states=x, router_logits=logits, topk_config=TopKConfig(top_k=2, renormalize=True))
+    out = fused_moe(x, w13, w2, chosen)
+    assert torch.equal(x, before)
+    weights, ids = logits.softmax(1).topk(2)
+    weights = weights / weights.sum(1, keepdim=True)
+    expected = torch.zeros(5, 64)
+    for token in range(5):
+        for weight, expert in zip(weights[token], ids[token]):
+            gate, up = (w13[expert].float() @ x[token].float()).chunk(2)
+            expected[token] += weight * (w2[expert].float() @ (torch.nn.functional.silu(gate) * up))
+    assert (out.float() - expected).norm() < 0.02 * expected.norm()
+
+@pytest.mark.parametrize("hidden", [63])
+def test_refused(hidden):
+    x, logits, w13, w2 = layer(hidden)
+    fused_moe(x, w13, w2, StandardTopKOutput(torch.ones(5, 1), torch.zeros(5, 1, dtype=torch.int32), logits))
+
+def test_operators():
+    kernel, x = torch.ops.sgl_kernel, torch.randn(5, 64, dtype=torch.bfloat16)
+    logits, bias = torch.randn(5, 16), torch.randn(16)
+    weights, ids = kernel.topk_sigmoid_cpu(x, logits, 3, False, bias)
+    best = (logits.sigmoid() + bias).topk(3).indices
+    assert torch.equal(ids.long(), best) and torch.allclose(weights, logits.sigmoid().gather(1, best), atol=1e-6)
+    weights, ids = kernel.biased_grouped_topk_cpu(x, logits, bias, 3, True, 4, 1, 0, 2.0, None)
+    assert bool((ids // 4 == ids[:, :1] // 4).all()) and torch.allclose(weights.sum(1), torch.full((5,), 2.0))
+    w13, w2 = torch.randn(4, 64, 64).bfloat16() / 8, torch.randn(4, 64, 32).bfloat16() / 8
+    chosen = torch.ones(5, 1), torch.full((5, 1), 2, dtype=torch.int32)
+    given = [kernel.convert_weight_packed(w13), w2, *chosen, False, 0]
+    out = kernel.fused_experts_cpu(x, *given, *[None] * 9, True, "gelu")
+    gate, up = (x.float() @ w13[2].float().t()).chunk(2, 1)
+    expected = (torch.nn.functional.gelu(gate) * up) @ w2[2].float().t()
+    assert (out.float() - expected).norm() < 0.02 * expected.norm()
+    kernel.fused_experts_cpu(x, *given[:5], 1, *[None] * 9, True, "silu")
+"""
+
+
+def test_registered_tests_of_sglang(tmp_path: Path) -> None:
+    """Functions and operators of SGLang's registered tests are oxmoe's, and what oxmoe refuses is not served."""
+    pytest.importorskip("sglang")
+    folder = tmp_path / "test" / "registered" / "moe"
+    folder.mkdir(parents=True)
+    (folder / "test_fused_moe.py").write_text(LAYERS)
+    code, said = upstream(tmp_path, "--on-cpu")
+    assert code == 0 and "test/registered/moe/test_fused_moe.py: 1 passed, 2 not served in " in said, said
+    lines = (tmp_path / "out" / "test_fused_moe.tsv").read_text()
+    assert "not served: hidden size 63 is no multiple of 8" in lines and "not served: int8 weights" in lines

@@ -55,20 +55,24 @@ FILES: dict[str, tuple[str, ...]] = {
     "tests/comm/test_allreduce_unified_api.py": ("ranks",),
     "tests/comm/test_allreduce_negative.py": ("ranks",),
 }
-# sgl-kernel's test files in a checkout of SGLang. Tests of per-token quantisers compare functions of SGLang that do not
-# call sgl_kernel.
+# Test files of sgl-kernel, and of SGLang's layers, in a checkout of SGLang. Tests of per-token quantisers compare
+# functions of SGLang that do not call sgl_kernel.
 SGLANG_FILES: dict[str, tuple[str, ...]] = {
     "sgl-kernel/tests/test_moe_topk_softmax.py": (),
     "sgl-kernel/tests/test_moe_topk_sigmoid.py": (),
     "sgl-kernel/tests/test_moe_fused_gate.py": (),
     "sgl-kernel/tests/test_kimi_k2_moe_fused_gate.py": (),
+    "test/registered/cpu/test_topk.py": (),
+    "test/registered/cpu/test_moe.py": (),
+    "test/registered/moe/test_fused_moe.py": (),
+    "test/registered/moe/test_topk_renormalize_degenerate.py": (),
 }
 # The order of the counts in the output.
 KINDS = ("passed", "failed", "error", "not served", "its own skips", "expected")
 
 
 def is_sglang(checkout: Path) -> bool:
-    return (checkout / "sgl-kernel" / "tests").is_dir()
+    return any((checkout / folder).is_dir() for folder in ("sgl-kernel/tests", "test/registered"))
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -93,7 +97,7 @@ def run(checkout: Path, file: str, ranks: int, arguments: list[str], out: Path, 
     stem = out.resolve() / Path(file).stem
     command = [sys.executable, "-m", "pytest", "-p", "upstream_plugin", "-p", "no:cacheprovider", "-q", "-rfEs"]
     if is_sglang(checkout):
-        command += ["-p", "sgl_kernel_served"]
+        command += ["-p", "sglang_served" if file.startswith("test/") else "sgl_kernel_served"]
     command += ["--import-mode=importlib", "--tb=short", f"--rootdir={checkout}", str(checkout / file), *arguments]
     processes = []
     late = False

@@ -47,7 +47,7 @@ def stable_topk(
     """torch.topk, where the first of equal numbers comes first. On CPUs torch takes any of them, and references of
     routing choose other experts then."""
     values, indices = torch.sort(input, dim=dim, descending=largest, stable=True)
-    return torch.return_types.topk((values.narrow(dim, 0, k), indices.narrow(dim, 0, k)))
+    return torch.return_types.topk((values.narrow(dim, 0, k).contiguous(), indices.narrow(dim, 0, k).contiguous()))
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
