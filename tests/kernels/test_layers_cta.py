@@ -380,7 +380,7 @@ def test_many_tokens(kernels: HostLayers, name: str, rng: torch.Generator) -> No
     assert all(all(map(same_bits, outs, first)) for outs in others)
 
 
-# Waits that a kernel must not do without: (kernel, case, the lines, the lines without the wait).
+# Waits and fences that a kernel must not do without: (kernel, case, the lines, the lines without it).
 FAULTS = {
     # Helpers without weights combined before all CTAs had marked their rows, until 2026-11-28.
     "packed-combine": (
@@ -402,6 +402,15 @@ FAULTS = {
     "layer-tokens": (
         "layer_gated", "layer",
         "counter::wait_for(&p.tiles_done[unit.tile], row_blocks(p.up));", "{}",
+    ),
+    "layer-fence": (
+        "layer_gated", "layer",
+        "            sm90::fence_async_proxy();\n            const uint32_t tokens = sm90::shared_address(",
+        "            const uint32_t tokens = sm90::shared_address(",
+    ),
+    "bf16-fence": (
+        "bf16_gated", "bf16",
+        "int before = 0, previous = 0;\n        sm90::fence_async_proxy();", "int before = 0, previous = 0;",
     ),
 }  # fmt: skip
 
