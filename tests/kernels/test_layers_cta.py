@@ -361,6 +361,16 @@ def test_separate_launches_have_the_same_bits(kernels: HostLayers, name: str, rn
         assert all(map(same_bits, layer.run(layer.calls, 3, rng, pair), alone)), pair
 
 
+def test_fewest_stages(tmp_path: Path, rng: torch.Generator) -> None:
+    """fp8's layer waits for two stages at once. Four CTAs a multiprocessor, which no kernel has, leave two beside 3072
+    columns, and one beside 4096."""
+    kernels = HostLayers(tmp_path, {"fp8_gated": "RoutedLayerFp8Sm90<true, 128, 4, true>"})
+    case = Case("fp8_gated", 1, 2, 3072, 512, experts=3, grid=2, launches=1)
+    check(kernels, case, rng)
+    with pytest.raises(AssertionError, match="nobody can go on"):
+        check(kernels, dataclasses.replace(case, hidden=4096), rng)
+
+
 # Tiles of many rows, and an expert that has several.
 MANY = {
     "mxfp4": Case("mxfp4_gated", 70, 2, 96, 160, I32, experts=3, bias=BF16, launches=2),
