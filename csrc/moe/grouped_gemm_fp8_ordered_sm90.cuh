@@ -99,7 +99,10 @@ private:
         Overlap::wait(p);
         pdl::launch_dependents();
         for (WorkUnit work; take_unit(shared, units, work); units.advance()) {
-            if (p.awaited) sm90::fence_async_proxy();
+            // NOTE: threads of a GEMM1 that still runs have stored these tokens, and the copy engine reads them. Without this
+            // fence nothing orders the two: a counter orders what threads themselves read, and the other fence shared memory
+            // alone.
+            if (p.awaited) asm volatile("fence.proxy.async.global;" ::: "memory");
             const int boxes = (work.count + kBoxRows - 1) / kBoxRows;
             // NOTE: this is as late as the latency allows: a CTA that takes a unit early holds work back from idle ones.
             int steps = max(0, kPasses * k_blocks - Base::kFetchLead);

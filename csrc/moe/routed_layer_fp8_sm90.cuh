@@ -10,7 +10,8 @@
 // warpgroup. All of them route, and all but the first quantise x.
 //
 // `p.layer.up.x` and `down.x` are bf16, and their `k` counts pairs of e4m3. Needs k % 256 == 0 in both GEMMs, up to 8192 columns,
-// and what grouped_gemm_fp8_sm90.cuh needs. Progress: CTAs may wait for each other for the reasons that RoutedLayerSm90 gives.
+// room for two stages (src/variants/fp8.rs), and what grouped_gemm_fp8_sm90.cuh needs. Progress: CTAs may wait for each other for
+// the reasons that RoutedLayerSm90 gives.
 #pragma once
 #include <cstdint>
 #include <cuda.h>
@@ -412,7 +413,8 @@ private:
         layer_parts::combine<Element>(p.combine, shared.slots, threadIdx.x % 128);
     }
 
-    // Multiplies as GroupedGemmFp8Sm90::multiply does, but two K blocks at a time, each into registers of its own.
+    // Multiplies as GroupedGemmFp8Sm90::multiply does, but two K blocks at a time, each into registers of its own. NOTE: it waits
+    // for both stages before it frees one.
     static __device__ __forceinline__ void multiply(int blocks, float* sums, uint32_t tokens, const float* token_scales,
                                                     const WeightScales& weight_scales, const Layout& layout, Header& shared,
                                                     Ring& ring) {

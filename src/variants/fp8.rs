@@ -128,6 +128,20 @@ pub const STATIONARY_BLOCKS: [u32; 2] = [4, 16];
 /// (most experts, CTAs on an SM) of the layers in one launch. A CTA alone on its SM has the deeper ring.
 pub const LAYERS: [(u32, u32); 3] = [(128, 2), (256, 2), (256, 1)];
 
+/// Stages of the ring of a layer in one launch whose x has `hidden` columns, with `inner` columns between the GEMMs. The ring is what tables,
+/// x, GEMM1's rows of two tiles and a block leave of a CTA's shared memory (`Layout` of csrc/moe/routed_layer_fp8_sm90.cuh).
+#[allow(dead_code)] // the build script does not plan
+pub fn layer_stages(layer: &Variant, (hidden, inner): (i64, i64)) -> i64 {
+    let (tables, block, stage) = (5 * 1024, layer.tokens * 128, 64 * 128);
+    let blocks = hidden / 128 + 2 * (inner / 128) + 1;
+    let left = 228 * 1024 / i64::from(layer.ctas) - 1024 - tables - blocks * i64::from(block);
+    left / stage
+}
+
+/// The fewest stages with which such a layer goes on: it waits for two at once.
+#[allow(dead_code)] // the build script does not plan
+pub const LAYER_LEAST_STAGES: i64 = 2;
+
 /// Whether a tile's epilogue can quantise: only the staged outputs of two consumers have room for a group.
 #[allow(dead_code)] // the build script does not plan
 pub fn quantises(tile: &Kernel<MappedGemm>) -> bool {

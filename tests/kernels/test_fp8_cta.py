@@ -7,6 +7,7 @@ products have the kernels' bits.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -281,6 +282,10 @@ class Gemm:
 
 @pytest.mark.parametrize("name", CASES)
 def test_sums(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
+    check_sums(kernels, name, rng)
+
+
+def check_sums(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     case = CASES[name]
     gemm = Gemm(case, rng)
     (out,), *others = (gemm.run(kernels, rng, quantised=False) for _ in range(ORDERS))
@@ -316,6 +321,10 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("name", OVERLAPS)
 def test_second_gemm_begins_before_the_first_ends(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
+    check_overlap(kernels, name, rng)
+
+
+def check_overlap(kernels: HostGemms, name: str, rng: torch.Generator) -> None:
     """All CTAs of both run at once: GEMM2 waits until GEMM1 says that rows exist, and reads poison if it does not
     wait."""
     first, second, between = OVERLAPS[name]
@@ -338,3 +347,37 @@ def test_second_gemm_begins_before_the_first_ends(kernels: HostGemms, name: str,
         kernels.run(seed_of(rng))
         assert same_bits(out[down.inside], expected)
         assert done.tolist() == [GRID, *(up.placed.rows(EXPERTS) * units).tolist()]
+
+
+# Fences that a kernel must not do without: (kernels, case or overlap, lines, lines without the fence).
+FAULTS = {
+    # The copy engine read tokens behind a fence of shared memory, until 2026-11-29.
+    "ordered-tokens": (
+        ("gated", "ordered_plain"), "wide-ordered",
+        'asm volatile("fence.proxy.async.global;" ::: "memory");', "sm90::fence_async_proxy();",
+    ),
+    "few": (
+        ("few_plain",), "few-plain",
+        "        for (int block = 0; block < k_blocks; ++block, ring.advance()) {\n"
+        "            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);\n            sm90::fence_async_proxy();",
+        "        for (int block = 0; block < k_blocks; ++block, ring.advance()) {\n"
+        "            sm90::barrier_wait(&shared.full[ring.slot], ring.parity);",
+    ),
+    "wide": (
+        ("plain",), "plain",
+        "        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);\n        sm90::fence_async_proxy();\n    }",
+        "        sm90::barrier_wait(&shared.full[ring.slot], ring.parity);\n    }",
+    ),
+    "stationary": (
+        ("stationary_4",), "stationary",
+        "position_behind.parity);\n                        sm90::fence_async_proxy();", "position_behind.parity);",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_missing_fences_show(tmp_path: Path, fault: str, rng: torch.Generator) -> None:
+    names, name, lines, without = FAULTS[fault]
+    faulty = HostGemms(tmp_path, {kernel: KERNELS[kernel] for kernel in names}, (lines, without))
+    with pytest.raises(AssertionError):
+        check_overlap(faulty, name, rng) if name in OVERLAPS else check_sums(faulty, name, rng)

@@ -361,6 +361,16 @@ def test_separate_launches_have_the_same_bits(kernels: HostLayers, name: str, rn
         assert all(map(same_bits, layer.run(layer.calls, 3, rng, pair), alone)), pair
 
 
+def test_fewest_stages(tmp_path: Path, rng: torch.Generator) -> None:
+    """fp8's layer waits for two stages at once. Four CTAs a multiprocessor, which no kernel has, leave two beside 3072
+    columns, and one beside 4096."""
+    kernels = HostLayers(tmp_path, {"fp8_gated": "RoutedLayerFp8Sm90<true, 128, 4, true>"})
+    case = Case("fp8_gated", 1, 2, 3072, 512, experts=3, grid=2, launches=1)
+    check(kernels, case, rng)
+    with pytest.raises(AssertionError, match="nobody can go on"):
+        check(kernels, dataclasses.replace(case, hidden=4096), rng)
+
+
 # Tiles of many rows, and an expert that has several.
 MANY = {
     "mxfp4": Case("mxfp4_gated", 70, 2, 96, 160, I32, experts=3, bias=BF16, launches=2),
@@ -380,7 +390,7 @@ def test_many_tokens(kernels: HostLayers, name: str, rng: torch.Generator) -> No
     assert all(all(map(same_bits, outs, first)) for outs in others)
 
 
-# Waits that a kernel must not do without: (kernel, case, the lines, the lines without the wait).
+# Waits and fences that a kernel must not do without: (kernel, case, the lines, the lines without it).
 FAULTS = {
     # Helpers without weights combined before all CTAs had marked their rows, until 2026-11-28.
     "packed-combine": (
@@ -402,6 +412,15 @@ FAULTS = {
     "layer-tokens": (
         "layer_gated", "layer",
         "counter::wait_for(&p.tiles_done[unit.tile], row_blocks(p.up));", "{}",
+    ),
+    "layer-fence": (
+        "layer_gated", "layer",
+        "            sm90::fence_async_proxy();\n            const uint32_t tokens = sm90::shared_address(",
+        "            const uint32_t tokens = sm90::shared_address(",
+    ),
+    "bf16-fence": (
+        "bf16_gated", "bf16",
+        "int before = 0, previous = 0;\n        sm90::fence_async_proxy();", "int before = 0, previous = 0;",
     ),
 }  # fmt: skip
 

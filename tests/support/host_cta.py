@@ -34,6 +34,7 @@ NUMBERS = r"""
 #include <string>
 #include <type_traits>
 #include <ucontext.h>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 #define __host__

@@ -3,7 +3,12 @@
 A fiber goes on until it waits. The next one is random, and some warps are slow for a while. Hopper's instructions are
 replaced. wgmma and copies are done as late as the waits for them allow, and the target of a copy is poisoned at once:
 reading or writing too early shows in the results. The source of a thread's copy must not change on its way, and
-rows of stmatrix must not share banks. Fences order nothing here.
+rows of stmatrix must not share banks.
+
+Threads' own writes and the copies of cp.async go through another proxy than wgmma and the copy engine. So wgmma reads
+NaN where a thread wrote after the last fence of the warp that multiplies, and so does a copy of tokens where a thread
+of a running launch stored after the last fence of the thread that copies. (The fence may also stand where the writer
+is; here it stands where the reader is.) No other fence orders anything.
 """
 
 from __future__ import annotations
@@ -47,6 +52,8 @@ struct Cta {
     std::unique_ptr<uint8_t[]> memory{new uint8_t[256 << 10]};
     uint8_t* shared = memory.get() + (1024 - reinterpret_cast<uintptr_t>(memory.get()) % 1024);
     Meeting all, warps[32], named[16];
+    // `writes` when a thread wrote to each 16 bytes; 0: the copy engine did, or nobody.
+    std::vector<uint64_t> written = std::vector<uint64_t>((256 << 10) / 16);
     uint8_t lanes[32][32][32];  // what a warp's lanes tell each other
 };
 struct Product {
@@ -55,6 +62,7 @@ struct Product {
     uint64_t a, b;
     bool keep, e4m3, has_rows = false;
     float rows[2][16];  // of a, where they came from registers
+    uint64_t fenced = 0;
 };
 struct Copy { uint8_t* to; const void* from; size_t bytes; uint8_t seen[16]; };
 constexpr size_t kStack = 32 << 10;
@@ -69,6 +77,7 @@ struct Fiber {
     std::deque<std::vector<Product>> groups;
     std::vector<Product> products;  // not committed
     std::vector<Copy> copies;
+    uint64_t fenced_shared = 0, fenced_global = 0;  // `writes` when it fenced last
     Place place;
     std::unique_ptr<char[]> stack;
 };
@@ -81,6 +90,8 @@ static std::function<void()> body;
 static std::vector<uint32_t> unfinished;  // threads of launches
 static std::vector<uint32_t> cluster_arrivals;  // at the barrier of a cluster, in the place of its first CTA
 static std::vector<std::function<void()>> arrivals;  // of copies on their way
+static uint64_t writes;  // of threads, so far
+static std::unordered_map<uintptr_t, uint64_t> stored;  // the same of global memory
 // Called after each round, with whether nobody moved. Returns whether it has changed what fibers wait for.
 static std::function<bool(bool, Chance&)> meanwhile;
 
@@ -104,6 +115,11 @@ static void start() {
     go(scheduler);
 }
 static uint8_t* shared_memory() { return ctas[self->cta].shared; }
+// A thread or the copy engine has written to a CTA's shared memory.
+static void note_write(uint32_t cta, const void* to, size_t bytes, bool by_thread = true) {
+    const size_t first = static_cast<const uint8_t*>(to) - ctas[cta].shared;
+    for (size_t at = first / 16; at * 16 < first + bytes; ++at) ctas[cta].written[at] = by_thread ? ++writes : 0;
+}
 // `who` is null if a thread comes without waiting for the others.
 static void join(Meeting& meeting, int threads, Fiber* who) {
     meeting.there.push_back(who);
@@ -151,7 +167,7 @@ static void __syncwarp() { converge(); }
 // All are on the GPU at once.
 static void launch(const std::vector<Launch>& all, uint32_t seed) {
     Chance random{seed};
-    arrivals.clear(), failure.clear(), unfinished.clear(), ctas.clear(), later.clear();
+    arrivals.clear(), failure.clear(), unfinished.clear(), ctas.clear(), later.clear(), stored.clear(), writes = 0;
     size_t threads = 0, cta = 0;
     for (const Launch& one : all) threads += one.grid * one.threads, cta += one.grid;
     ctas = std::vector<Cta>(std::exchange(cta, 0));
@@ -223,6 +239,7 @@ inline void wait() {
     const uint32_t launch = self->launch;
     const auto first = unfinished.begin();
     ::wait([=] { return std::all_of(first, first + launch, [](uint32_t threads) { return threads == 0; }); });
+    self->fenced_global = writes;  // the end of a launch orders all that it did
 }
 inline void launch_dependents() {}
 }  // namespace pdl
@@ -273,7 +290,7 @@ inline void barrier_wait(uint64_t* word, uint32_t parity) {
     if (!done()) ::wait(done);
 }
 inline void prefetch_tensor_map(const CUtensorMap*) {}
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { self->fenced_shared = writes; }
 // Others run meanwhile.
 inline void wait_cycles(int cycles) {
     for (; cycles > 0; cycles -= 1000) wait([] { return true; });
@@ -281,10 +298,10 @@ inline void wait_cycles(int cycles) {
 template <int> void registers_increase() {}
 template <int> void registers_decrease() {}
 inline void copy_async_arrive(uint64_t* barrier) {
-    arrivals.push_back([copies = std::exchange(self->copies, {}), barrier] {
+    arrivals.push_back([copies = std::exchange(self->copies, {}), barrier, cta = self->cta] {
         for (const Copy& copy : copies) {
             REQUIRE(memcmp(copy.seen, copy.from, copy.bytes) == 0);
-            memcpy(copy.to, copy.from, copy.bytes);
+            memcpy(copy.to, copy.from, copy.bytes), note_write(cta, copy.to, copy.bytes);
         }
         barrier_arrive(barrier);
     });
@@ -308,9 +325,9 @@ inline void copy_bulk(void* to, const void* from, uint32_t bytes, uint64_t* barr
     REQUIRE(bytes % 16 == 0 && shared_address(to) % 16 == 0 && reinterpret_cast<uintptr_t>(from) % 16 == 0);
     memset(to, 0xFF, bytes);
     const auto* source = static_cast<const uint8_t*>(from);
-    arrivals.push_back([=, seen = std::vector<uint8_t>(source, source + bytes)] {
+    arrivals.push_back([=, seen = std::vector<uint8_t>(source, source + bytes), cta = self->cta] {
         REQUIRE(memcmp(seen.data(), from, bytes) == 0);
-        memcpy(to, from, bytes);
+        memcpy(to, from, bytes), note_write(cta, to, bytes, false);
         barrier_change(barrier, 0, -int(bytes));
     });
 }
@@ -319,6 +336,7 @@ template <typename T>
 void store_global(void* to, const T& value) {
     ::wait([] { return true; });
     memcpy(to, &value, sizeof(value));
+    stored[reinterpret_cast<uintptr_t>(to) / 16] = ++writes;
 }
 inline void store_global_16_if(void* to, const uint4& value, bool now) { if (now) store_global(to, value); }
 inline void store_global_16(void* to, const uint4& value) { store_global(to, value); }
@@ -347,6 +365,7 @@ void store_tiles_turned(uint32_t address, const uint32_t (&tiles)[Tiles]) {
         const uint16_t number = column % 2 ? pair >> 16 : pair;
         memcpy(shared_memory() + address + 2 * row, &number, 2);
     }
+    note_write(self->cta, shared_memory() + address, 16);
 }
 struct Unchanged {
     static constexpr bool kExchanges = false;
@@ -373,7 +392,7 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
         REQUIRE(row < map->rows);
         sources.push_back(row);
     }
-    arrivals.push_back([to, map, column = at[0] * 2, sources, barrier] {
+    arrivals.push_back([to, map, column = at[0] * 2, sources, barrier, cta = self->cta] {
         for (int n = 0; n < sources.size(); ++n) {
             for (int i = 0; i < 8; ++i) {
                 uint8_t* chunk = static_cast<uint8_t*>(to) + n * 128 + (i ^ n % 8) * 16;
@@ -382,6 +401,7 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
                 else memset(chunk, 0, 16);
             }
         }
+        note_write(cta, to, sources.size() * 128, false);
         barrier_change(barrier, 0, -int(sources.size()) * 128);
     });
 }
@@ -389,14 +409,18 @@ inline void copy_tensor_5d(void* to, const CUtensorMap* map, const int (&at)[5],
 // A box of 64 rows of the tokens' map; zeros beyond the last.
 inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int row, uint64_t* barrier) {
     memset(to, 0xFF, 64 * 128);
-    arrivals.push_back([to, map, column, row, barrier] {
+    arrivals.push_back([to, map, column, row, barrier, cta = self->cta, fenced = self->fenced_global] {
         for (int n = 0; n < 64; ++n) {
             for (int i = 0; i < 8; ++i) {
                 uint8_t* chunk = to + n * 128 + (i ^ n % 8) * 16;
-                if (row + n < map->rows) memcpy(chunk, map->data + (row + n) * map->width + column + i * 16, 16);
-                else memset(chunk, 0, 16);
+                const uint8_t* from = map->data + (row + n) * map->width + column + i * 16;
+                const auto store = stored.find(reinterpret_cast<uintptr_t>(from) / 16);
+                if (row + n >= map->rows) memset(chunk, 0, 16);
+                else if (store != stored.end() && store->second > fenced) memset(chunk, 0xFF, 16);
+                else memcpy(chunk, from, 16);
             }
         }
+        note_write(cta, to, 64 * 128, false);
         barrier_change(barrier, 0, -64 * 128);
     });
 }
@@ -404,7 +428,7 @@ inline void copy_tensor_2d(uint8_t* to, const CUtensorMap* map, int column, int 
 inline uint64_t descriptor_128b(uint32_t address, uint32_t offset) { return address + offset; }
 // Rows of 128 bytes whose 16-byte chunks are swizzled in atoms of 1024; the step's 32 bytes start at `at`.
 template <int Count>
-void read_row(double (&numbers)[Count], uint64_t at, int row) {
+void read_row(double (&numbers)[Count], uint64_t at, int row, uint64_t fenced) {
     static const std::array<double, 256> values = [] {
         std::array<double, 256> all;
         for (int code = 0; code < 256; ++code) all[code] = from_e4m3(code);
@@ -412,9 +436,13 @@ void read_row(double (&numbers)[Count], uint64_t at, int row) {
     }();
     const uint32_t column = at % 1024;
     REQUIRE(column <= 96 && column % 32 == 0);
-    const uint8_t* from = shared_memory() + at / 1024 * 1024 + row * 128;
+    const uint32_t from = at / 1024 * 1024 + row * 128;
     uint8_t codes[32];
-    for (int i = 0; i < 2; ++i) memcpy(codes + 16 * i, from + (column / 16 + i ^ row % 8) * 16, 16);
+    for (int i = 0; i < 2; ++i) {
+        const uint32_t chunk = from + (column / 16 + i ^ row % 8) * 16;
+        if (ctas[self->cta].written[chunk / 16] > fenced) memset(codes + 16 * i, 0xFF, 16);
+        else memcpy(codes + 16 * i, shared_memory() + chunk, 16);
+    }
     if constexpr (Count == 32) {
         for (int k = 0; k < 32; ++k) numbers[k] = values[codes[k]];
     } else {
@@ -442,9 +470,9 @@ void multiply_now(const Product& p) {
     double a[2][Count], b[Count];
     for (int half = 0; half < 2; ++half)
         if (p.has_rows) std::copy_n(p.rows[half], 16, a[half]);
-        else read_row(a[half], p.a, row + 8 * half);
+        else read_row(a[half], p.a, row + 8 * half, p.fenced);
     for (int i = 0; i < p.columns / 4; ++i) {
-        read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2);
+        read_row(b, p.b, i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2, p.fenced);
         for (int half = 0; half < 2; ++half) {
             const double sum = dot(a[half], b);
             float& total = p.sums[i / 2 * 4 + half * 2 + i % 2];
@@ -453,6 +481,10 @@ void multiply_now(const Product& p) {
     }
 }
 inline void wgmma_fence() { converge(); }
+inline void add_product(Product product) {
+    product.fenced = self->fenced_shared;
+    self->products.push_back(product);
+}
 inline void wgmma_commit() { self->groups.push_back(std::exchange(self->products, {})); }
 template <int Unfinished>
 void wgmma_wait() {
@@ -463,14 +495,14 @@ void wgmma_wait() {
 template <int N>
 struct WgmmaE4m3 {
     static void multiply(float (&d)[N / 2], uint64_t a, uint64_t b, bool keep) {
-        self->products.push_back({d, N, a, b, keep, true});
+        add_product({d, N, a, b, keep, true});
     }
 };
 template <typename Element, int N>
 struct Wgmma {
     static_assert(std::is_same_v<Element, __nv_bfloat16>);
     static void multiply(float* d, uint64_t a, uint64_t b, bool keep) {
-        self->products.push_back({d, N, a, b, keep, false});
+        add_product({d, N, a, b, keep, false});
     }
 };
 // A lane brings of rows g and g + 8 columns 2 c, 2 c + 1, then those 8 after them; what it multiplies is its quad's.
@@ -485,7 +517,7 @@ struct WgmmaFromRegisters {
                 product.rows[half][k] = from_bf16(word >> k % 2 * 16 & 0xFFFF);
             }
         product.has_rows = true;
-        self->products.push_back(product);
+        add_product(product);
     }
 };
 inline void start_wgmma_e4m3_128(float (&d)[64], uint64_t a, uint64_t b) { WgmmaE4m3<128>::multiply(d, a, b, false); }
@@ -500,6 +532,7 @@ static void max_NaN_f32(float& d, float a, float b) { d = std::isnan(a) || std::
 static void ex2_approx_ftz_f32(float& d, float a) { d = exp2f(a); }
 static void rcp_approx_ftz_f32(float& d, float a) { d = 1 / a; }
 static void mov_b32(float& d) { d = 0; }
+static void fence_proxy_async_global() { self->fenced_global = writes; }
 }  // namespace ptx
 """
 

@@ -154,7 +154,7 @@ namespace sm90 {
 inline void barrier_arrive(uint64_t* word, uint32_t count) { barrier_change(word, count, 0); }
 inline void store_shared_16(uint32_t to, const uint4& value) {
     REQUIRE(to % 16 == 0);
-    memcpy(shared_memory() + to, &value, 16);
+    memcpy(shared_memory() + to, &value, 16), note_write(self->cta, shared_memory() + to, 16);
 }
 }  // namespace sm90
 namespace sm80 {
@@ -219,6 +219,7 @@ static void ld_relaxed_gpu_global_v4_u32(uint32_t& x, uint32_t& y, uint32_t& z, 
 static void st_shared_v2_u32(uint32_t to, uint32_t first, uint32_t second) {
     REQUIRE(to % 8 == 0);
     memcpy(shared_memory() + to, &first, 4), memcpy(shared_memory() + to + 4, &second, 4);
+    note_write(self->cta, shared_memory() + to, 8);
 }
 static void mov_b32_and_mov_b32_and_mov_b32(uint32_t& low, uint32_t& high, uint32_t word) {
     low = (word & 0xFFFF) * 0x10001, high = (word >> 16) * 0x10001;

@@ -12,7 +12,7 @@ use crate::kernel::{AnyLaunch, Launch};
 use crate::params::Fp8Scaling;
 use crate::quant::fp8::GROUP;
 use crate::quant::{Activations, Format};
-use crate::variants::fp8::{self, ORDERED_TOKENS, WIDE_TOKENS};
+use crate::variants::fp8::{self, LAYER_LEAST_STAGES, ORDERED_TOKENS, WIDE_TOKENS};
 use crate::variants::signature::{MappedGemm, RoutedLayer};
 use crate::variants::{Family, Kernel, Variant};
 
@@ -280,6 +280,8 @@ const LONG_TOKENS: i64 = 4;
 ///   qwen3-30b-a3b (E128 H2048 I768)   1: 18.0, 16.9, 18.4   2: 28.1, 26.4, 27.7   4: 43.7, 40.5, 43.2   8: 74.6, 71.0, 76.3
 ///   E256 H2048 I512                   1: 15.6, 13.8, 13.8   2: 21.5, 21.0, 21.7   4: 34.4, 33.9, 35.6   8: 53.3, 52.6, 56.2
 ///   dsv3-tp8 (E256 H7168 I256)        1: 27.9, 23.3, 20.9   2: 35.6, 30.9, 33.1   4: 53.0, 51.5, 57.0   8: 84.7, 87.3, 98.0
+/// Two CTAs a multiprocessor leave their rings one stage for the longest tokens (8192 and 2048 columns), and then the layer has separate
+/// launches; one CTA was not measured there.
 /// With bias and 8 groups dsv3-tp8 takes 27.8, 37.2, 53.5 at M = 1, 2, 4 as one launch, 32.5, 39.5, 56.8 as separate ones with their
 /// routing.
 fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Option<Launch<RoutedLayer>> {
@@ -293,13 +295,14 @@ fn layer(call: &Routed, up: &GemmDesc, down: &GemmDesc, device: &Device) -> Opti
     let (tables, plain) = call.logits.map_or((up.experts, true), |logits| (logits.experts.into(), logits.plain));
     let (experts, ctas) =
         fp8::LAYERS.into_iter().find(|(most, ctas)| i64::from(*most) >= tables && (*ctas == 1) == alone)?;
+    let kernel = fp8::layer(up.gated, (experts, ctas), plain);
     let fits = sm90::routes_inside(call, up, i64::from(experts), up.gated)
         && call.tokens <= if long { LONG_TOKENS } else { LAYER_TOKENS }
         && up.k % pairs == 0
         && down.k % pairs == 0
         && up.k <= LAYER_HIDDEN
-        && down.k <= LAYER_INNER;
-    let kernel = fp8::layer(up.gated, (experts, ctas), plain);
+        && down.k <= LAYER_INNER
+        && fp8::layer_stages(&kernel, (up.k, down.k)) >= LAYER_LEAST_STAGES;
     fits.then(|| Launch {
         kernel,
         // NOTE: all CTAs must fit on the GPU at once: they wait for each other.
@@ -322,8 +325,10 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::{program, CallDesc, Source, Task};
     use super::*;
     use crate::device::Arch;
+    use crate::params::Dtype;
     use crate::variants::Element;
 
     #[test]
@@ -343,6 +348,33 @@ mod tests {
         assert_eq!([384, 512].map(|columns| tile(columns, 500, Order::Given)), [wide, ordered]);
         assert_eq!(tile(2048, 500, Order::Gathered), wide);
         assert!(in_order(ordered) && !in_order(wide) && tile_step(1 << 20, 1, ordered) == 64);
+    }
+
+    #[test]
+    fn a_layer_in_one_launch_has_room_for_its_ring() {
+        let device = Device::typical(Arch::SM90);
+        let one = |experts, hidden, intermediate, (tokens, top_k)| {
+            let layer =
+                LayerDesc { experts, hidden, intermediate, gated: true, dtype: Dtype::Bf16, format: Format::Fp8Block };
+            let call = Routed { tokens, top_k, logits: None, routes_inside: true };
+            let program = program(&CallDesc::new(layer, Source::Routed(call)), Some(&device)).unwrap();
+            let launch = program.launches_of(Task::RoutedLayer).next()?;
+            let stages = fp8::layer_stages(&launch.variant, (hidden, intermediate));
+            assert!(stages >= LAYER_LEAST_STAGES, "{launch:?}: {stages} stages");
+            Some(stages)
+        };
+        for (hidden, intermediate) in (1..=33).flat_map(|h| (1..=9).map(move |i| (256 * h, 256 * i))) {
+            for experts in [8, 256] {
+                for slots in [(1, 1), (1, 2), (1, 8), (4, 8), (8, 8)] {
+                    one(experts, hidden, intermediate, slots);
+                }
+            }
+        }
+        assert_eq!([(7168, 2048), (8192, 1536)].map(|(h, i)| one(256, h, i, (1, 8))), [Some(2), Some(2)]);
+        assert_eq!([(7680, 2048), (8192, 1792), (8192, 2048)].map(|(h, i)| one(256, h, i, (1, 8))), [None; 3]);
+        // One tile has a multiprocessor to itself.
+        assert_eq!(one(8, 8192, 2048, (1, 1)), Some(15));
+        assert_eq!(one(256, 2048, 512, (1, 8)), Some(10));
     }
 
     #[test]
