@@ -193,6 +193,27 @@ def test_redundant_experts_that_a_draft_does_not_fill(name: str, rng: torch.Gene
                 made.load(made.layer(num_experts=6), but=("weight", "w1", 3))
 
 
+def test_an_update_of_a_drafts_packed_layer(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is whole without the rows that no expert of the checkpoint fills. On a CPU weights only count as packed."""
+    made, other = small("MXFP8", rng), small("MXFP8", rng)
+    packed = {f"{name}_{suffix}" for name in ("w13", "w2") for suffix in made.tensors}
+    monkeypatch.setattr(loading, "packed_parameters", lambda layer, weights: packed)
+    monkeypatch.setattr(loading, "is_derived", lambda layer, weights: True)
+    with server(), argument("exec.moe", "ep_num_redundant_experts", 2):
+        module = made.layer(num_experts=6)
+        made.load(module)
+        for experts, whole in ((range(3), False), (range(4), True)):
+            module.quant_method.restore_weights_before_loading(module)
+            for entry in other.entries():
+                if entry[2] in experts:
+                    other.write(module, *entry)
+            if whole:
+                module.quant_method.process_weights_after_loading(module)
+            else:
+                with pytest.raises(RuntimeError, match=r"w13_weight 6 of 8, .* w2_weight 3 of 4, "):
+                    module.quant_method.process_weights_after_loading(module)
+
+
 @pytest.mark.parametrize("name", ["bf16", "MXFP8"])
 def test_a_fused_shared_expert(name: str, rng: torch.Generator) -> None:
     made = small(name, rng, experts=5)

@@ -341,8 +341,7 @@ class OxmoeConfig(QuantizationConfig):
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
         """SGLang asks each method whether a checkpoint belongs to it. Returns this method's name for the checkpoints
-        that oxmoe serves, unless the user names another method.
-        the user names another method."""
+        that oxmoe serves, unless the user names another method."""
         method = (hf_quant_cfg or {}).get("quant_method")
         if int4.claims(hf_quant_cfg, user_quant, NAME):
             return NAME
