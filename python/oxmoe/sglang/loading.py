@@ -51,7 +51,8 @@ def mark_scales(layer: torch.nn.Module, *, inputs: bool = False) -> None:
 def _rows_with_nan(data: Tensor) -> list[int]:
     bits = _NAN_BYTES.get(data.dtype)
     found = data.isnan() if bits is None else data.view(torch.uint8).bitwise_and(bits) == bits
-    rows: list[int] = found.view(found.shape[0], -1).any(1).nonzero().flatten().tolist()
+    of_rows = found if found.dim() == 1 else found.flatten(1).any(1)
+    rows: list[int] = of_rows.nonzero().flatten().tolist()
     return rows
 
 
