@@ -11,7 +11,7 @@ OLD_SGLANG := $(shell printf '%s\n' $(patsubst tests/requirements-sglang-%.txt,%
 OLD_FOLDERS := $(OLD_SGLANG:%=$(VENV)/sglang-%)
 SGLANG_TESTS = $(wildcard tests/sglang/test_*.py)
 # Differences of releases, for those between the oldest and the newest.
-RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py deepseek_v4_model.py handover.py int4.py loading.py modelopt.py)
+RELEASE_TESTS := $(addprefix tests/sglang/test_sglang_,capabilities.py check_names.py deepseek_v4_model.py handover.py int4.py loading.py missing.py modelopt.py)
 # The torch of `make torch-test`. If it is empty, it is the oldest one that oxmoe takes, which pyproject.toml names.
 TORCH ?=
 OTHER_TORCH = $(or $(TORCH),$(shell sed -n 's/^test = .*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml))

@@ -52,8 +52,10 @@ def load(layer: Any, parts: list[tuple[Tensor, Tensor]], shards: list[Any]) -> N
     layer.quant_method.process_weights_after_loading(layer)
 
 
-def made(kind: str, device: str, rng: torch.Generator) -> tuple[Any, Tensor, Tensor]:
-    """Returns (SGLang's layer, the codes [n, k] and scales that it should hold)."""
+def made(
+    kind: str, device: str, rng: torch.Generator, scales_as: torch.dtype = torch.uint8
+) -> tuple[Any, Tensor, Tensor]:
+    """Returns (SGLang's layer, the codes [n, k] and scales that it should hold). scales_as: the checkpoint's dtype."""
     common = {"quant_config": config(), "params_dtype": torch.bfloat16, "prefix": f"model.layers.0.{kind}"}
     with server(), torch.device(device):
         if kind == "replicated":
@@ -71,12 +73,22 @@ def made(kind: str, device: str, rng: torch.Generator) -> tuple[Any, Tensor, Ten
             layer = theirs.RowParallelLinear(HIDDEN, OUT, bias=False, reduce_results=False, **common, **NO_GROUP)
             sizes, shards = [OUT], [None]
         parts = [weight(size, HIDDEN, device, rng) for size in sizes]
-        load(layer, parts, shards)
+        load(layer, [(codes, scales.view(scales_as)) for codes, scales in parts], shards)
     codes, scales = (torch.cat([part[place].view(torch.uint8) for part in parts]) for place in (0, 1))
     return layer, codes.view(torch.float8_e4m3fn), scales
 
 
-@pytest.mark.parametrize("kind", ["replicated", "column", "merged", "qkv", "row"])
+KINDS = ("replicated", "column", "merged", "qkv", "row")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_in_e8m0(kind: str, rng: torch.Generator) -> None:
+    """SGLang's loaders refuse this dtype for a parameter of bytes, or convert its numbers."""
+    layer, _, scales = made(kind, "cpu", rng, torch.float8_e8m0fnu)
+    assert layer.weight_scale_inv.dtype == torch.uint8 and torch.equal(layer.weight_scale_inv.data, scales)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_layer(kind: str, device: str, rng: torch.Generator) -> None:
     layer, codes, scales = made(kind, device, rng)
     assert layer.quant_method.oxmoe

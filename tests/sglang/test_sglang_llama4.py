@@ -119,9 +119,24 @@ def test_the_loader_writes_scales_past_the_parameters_loader(
 ) -> None:
     """This is why the docs tell not to update these scales alone. If a release mends it, the sentence may go."""
     seen = []
-    monkeypatch.setattr(Updates, "_write", lambda *arguments: seen.append(arguments))
+    monkeypatch.setattr(Updates, "_check", lambda *arguments: seen.append(arguments))
     with server():
         module = experts()
         module.w13_weight_scale.data.zero_()
         model_of(module).load_weights((name, own) for name, own in named(drawn(rng)) if name.endswith("weight_scale"))
     assert bool(module.w13_weight_scale.all()) and not seen
+
+
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [
+        ("gate_up_proj", r"w13_weight for experts 0 to \d+ \(w1, w3\)\."),
+        ("down_proj_weight_scale", r"w2_weight_scale for experts 0 to \d+ \(w2\), or has NaN there\."),
+        ("down_proj_input_scale", r"w2_input_scale for experts 0 to \d+ \(w2\), or has NaN there\."),
+    ],
+)
+def test_a_tensor_that_is_missing(name: str, lacking: str, rng: torch.Generator) -> None:
+    """Codes are counted; scales that the loader does not see are looked at."""
+    tensors = [(own, tensor) for own, tensor in named(drawn(rng)) if not own.endswith(f".{name}")]
+    with server(), pytest.raises(ValueError, match=rf"layer 0: the checkpoint has no {lacking}"):
+        DefaultModelLoader.load_weights_and_postprocess(model_of(experts()), tensors, torch.device("cpu"))

@@ -25,7 +25,7 @@ from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS, get_quantization_config, modelopt_quant
 
 from oxmoe.sglang import capabilities, layers, modelopt
-from oxmoe.sglang.updates import Updates
+from oxmoe.sglang.updates import Writes
 from sglang_server import FusedMoE, addresses_of, argument, installed, only_cores, server
 from test_sglang_compressed import rank
 from test_sglang_deepep import low_latency, poisoned
@@ -254,18 +254,19 @@ def test_updates(device: str, name: str, options: dict[str, Any], rng: torch.Gen
 
 def test_experts_without_a_gate_have_one_part() -> None:
     """Packed w13 was written whole when each expert was; with a gate both of its parts must be written."""
-    for gated, given in ((False, {}), (True, {"w13_weight": (4, 8)})):
+    for gated, given in ((False, {}), (True, {"w13_weight": {"w3": [0, 1, 2, 3]}})):
         layer = torch.nn.Module()
-        layer.register_parameter("w13_weight", torch.nn.Parameter(torch.zeros(4, 2, 2)))
         layer.moe_runner_config = SimpleNamespace(is_gated=gated)
-        layer.num_local_experts, layer.layer_id, layer._has_fused_shared = 4, 0, False
+        layer.num_local_experts = layer._num_global_routed = 4
+        layer.layer_id, layer.num_fused_shared_experts, layer._has_fused_shared = 0, 0, False
         layer.uses_expert_location = False
         layer._map_global_expert_id_to_local_expert_id = lambda expert: expert
-        updates = Updates()
-        write = updates.loader(layer, lambda *arguments, **named: None, "packed")
+        writes = Writes()
         for expert in range(4):
-            write(layer.w13_weight, None, "w13_weight", shard_id="w1", expert_id=expert)
-        assert updates.missing(layer, {"w13_weight"}) == given
+            writes.add("w13_weight", "w1", expert)
+        assert writes.missing(layer, {"w13_weight"}) == given
+        for name, parts in given.items():
+            assert writes.counted(layer, parts, name) == (4, 8)
 
 
 @pytest.mark.gpu

@@ -96,14 +96,13 @@ class Drawn:
         made = of_deepseek_v4() if kind is None else kind.from_config(copy.deepcopy(config)) if config else kind()
         plain = {} if self.gated else {"activation": "relu2", "is_gated": False}
         return FusedMoE(
-            num_experts=self.experts,
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
             layer_id=0,
             params_dtype=torch.bfloat16,
             quant_config=made,
             prefix=PREFIX,
-            **{"top_k": 2, **plain, **options},
+            **{"num_experts": self.experts, "top_k": 2, **plain, **options},
         )
 
     def write(self, module: FusedMoE, suffix: str, shard: str, expert: int, tensor: Tensor | None = None) -> None:

@@ -89,6 +89,7 @@ def test_unreadable(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert __main__.main(["check", written(tmp_path / "config.json", text)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and re.search(message, err)
+    assert str(tmp_path / "config.json") in err, "one of several folders is named"
     assert len(err) < 600
 
 

@@ -241,7 +241,8 @@ NEEDS: dict[str, dict[str, str]] = {
         "srt.layers.moe.token_dispatcher.deepep": "DeepEPNormalCombineInput DeepEPLLCombineInput",
         f"{_LAYER}:FusedMoE": "quant_method moe_runner_config dispatcher moe_ep_size moe_ep_rank num_local_experts "
         "num_fused_shared_experts should_fuse_routed_scaling_factor_in_topk use_flashinfer_trtllm_moe "
-        "hidden_size_unpadded weight_loader_fused _set_runner_flags _map_global_expert_id_to_local_expert_id",
+        "hidden_size_unpadded weight_loader_fused _set_runner_flags _map_global_expert_id_to_local_expert_id "
+        "_num_global_routed _has_fused_shared uses_expert_location",
         "srt.layers.linear": "LinearBase",
         "srt.layers.quantization.base_config": "FusedMoEMethodBase QuantizationConfig QuantizeMethodBase",
         "srt.layers.quantization.base_config:FusedMoEMethodBase": "get_moe_runner_backend",
@@ -265,6 +266,7 @@ NEEDS: dict[str, dict[str, str]] = {
         "srt.state_capturer.routed_experts": "get_global_experts_capturer",
         "srt.eplb.expert_distribution": "get_global_expert_distribution_recorder _ExpertDistributionRecorderNoop",
         "srt.eplb.expert_location": "get_global_expert_location_metadata",
+        "srt.eplb.expert_location:ExpertLocationMetadata": "num_logical_experts logical_to_all_physical",
         "srt.runtime_context": "get_exec get_parallel get_server_args get_spec",
         "srt.lora.layers": "FusedMoEWithLoRA",
     },
@@ -286,7 +288,7 @@ MENTIONS: dict[str, dict[str, str]] = {
     },
 }
 ARGUMENTS: dict[str, str] = {
-    "moe": "enable_eplb enable_torch_compile speculative_algorithm",
+    "moe": "enable_eplb ep_num_redundant_experts enable_torch_compile speculative_algorithm",
     "allreduce": "flashinfer_allreduce_fusion_backend",
 }
 

@@ -61,6 +61,8 @@ class OxmoeCompressedFp8MoEMethod(OxmoeCompressedTensorsMoEMethod):
     """The method for fp8 experts with one scale for a tensor (gate and up each have one), a channel, or a block. The
     weights are used as they lie."""
 
+    reads_input_scales = True
+
     @property
     def sized_as(self) -> str:  # type: ignore[override]
         return "fp8_block" if self.scheme.block_quant else "fp8_tensor"

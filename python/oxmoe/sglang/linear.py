@@ -5,12 +5,15 @@ quantizations.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.quantization import fp8
 
 from oxmoe import mxfp8_linear
+from oxmoe.sglang.loading import e8m0_as_bytes
 
 BLOCK = 32  # columns of one scale
 
@@ -38,6 +41,12 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
         # SGLang's models ask this before they hand over activations in the layout of one of its kernels.
         self.mxfp8_dense_backend = None
 
+    def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
+        """Creates SGLang's parameters, whose scales a checkpoint may have as bytes or as torch.float8_e8m0fnu."""
+        if "weight_loader" in attributes:
+            attributes["weight_loader"] = _loader(attributes["weight_loader"])
+        super().create_weights(layer, *sizes, **attributes)
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         self._process_mxfp8_linear_weight_scale(layer)
 
@@ -56,6 +65,16 @@ class Fp8LinearMethod(fp8.Fp8LinearMethod):
         """Computes the layer. x is [..., k], or its codes and scales."""
         codes, scale = x if isinstance(x, tuple) else (x, None)
         return mxfp8_linear(codes, layer.weight, layer.weight_scale_inv, scale, bias)
+
+
+def _loader(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `load`, SGLang's weight_loader, which would refuse scales in E8M0 or convert their numbers to bytes."""
+
+    @functools.wraps(load)
+    def weight_loader(param: Any, loaded_weight: Any, *arguments: Any, **named: Any) -> Any:
+        return load(param, e8m0_as_bytes(param, loaded_weight), *arguments, **named)
+
+    return weight_loader
 
 
 def method(chosen: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,58 +18,121 @@ from oxmoe import ExpertWeights
 from oxmoe.peers.sglang import check_config
 from oxmoe.sglang import calls, capabilities, deepep, eplb, formats, server, sglang_version
 from oxmoe.sglang.experts import Handover, activation, run_dispatched
-from oxmoe.sglang.updates import Updates
+from oxmoe.sglang.updates import Updates, Writes, experts_of_checkpoint, name_of
 
 # Parameters of scales without which codes are no weights. Scales of activations are not among them.
 _SCALES = re.compile(r"w(?:13|2)_(?:weight_scale(?:_inv|_2)?|weight_global_scale|scales)")
-
-
+_INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
+# Parameters in which no number says that it was not loaded, so that tensors are counted.
+_COUNTED = re.compile(r"w(?:13|2)_(?:weight|weight_packed|qweight|weight_bias)")
 _CODES = ("w13_weight", "w2_weight")
+_E8M0 = torch.float8_e8m0fnu
 # Dtypes of scales whose NaN no torch function finds everywhere: the bits that count, all of which are set in a NaN.
-_NAN_BYTES = {torch.float8_e4m3fn: 0x7F, torch.float8_e8m0fnu: 0xFF}
+_NAN_BYTES = {torch.float8_e4m3fn: 0x7F, _E8M0: 0xFF}
 
 
-def _scales(layer: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the layer's scales of weights whose dtype has a NaN."""
+def _scales(layer: torch.nn.Module, *, inputs: bool) -> dict[str, Tensor]:
+    """Returns the layer's scales of weights whose dtype has a NaN. inputs: and its scales of activations."""
     own = {name: parameter.data for name, parameter in layer.named_parameters(recurse=False)}
-    return {name: data for name, data in own.items() if _SCALES.fullmatch(name) and data.is_floating_point()}
+    asked = {name for name in own if _SCALES.fullmatch(name) or (inputs and name in _INPUT_SCALES)}
+    return {name: data for name, data in own.items() if name in asked and data.is_floating_point()}
 
 
-def mark_scales(layer: torch.nn.Module) -> None:
-    """Fills the layer's scales of weights with NaN, so that `check_scales` sees which ones a checkpoint lacks."""
-    for data in _scales(layer).values():
+def mark_scales(layer: torch.nn.Module, *, inputs: bool = False) -> None:
+    """Fills the layer's scales of weights with NaN, so that `check_loaded` sees which ones a checkpoint lacks.
+    inputs: also its scales of activations."""
+    for data in _scales(layer, inputs=inputs).values():
         if data.dtype in _NAN_BYTES:
             data.view(torch.uint8).fill_(_NAN_BYTES[data.dtype])
         else:
             data.fill_(torch.nan)
 
 
-def _has_nan(data: Tensor) -> bool:
+def _rows_with_nan(data: Tensor) -> list[int]:
     bits = _NAN_BYTES.get(data.dtype)
     found = data.isnan() if bits is None else data.view(torch.uint8).bitwise_and(bits) == bits
-    return bool(found.any())
+    of_rows = found if found.dim() == 1 else found.flatten(1).any(1)
+    rows: list[int] = of_rows.nonzero().flatten().tolist()
+    return rows
 
 
-def check_scales(layer: torch.nn.Module, of: str, absent: Iterable[str] = ()) -> None:
-    """Raises ValueError if a scale of weights is NaN: the checkpoint has none for it, so that its experts are
-    probably not of this format.
+def check_loaded(
+    layer: torch.nn.Module, of: str, writes: Writes, *, integers: Iterable[str] = (), inputs: bool = False
+) -> None:
+    """Raises ValueError if a checkpoint has left out a tensor of this rank's experts: the layer would run on what the
+    memory held. SGLang itself does not count tensors.
 
-    absent: other parameters that the checkpoint should have written, and did not.
+    Weights, biases and integers are counted. Scales count as missing if they are NaN, because some of SGLang's models
+    write them past the loader. Rows that no expert of the checkpoint fills are legal, and get scales that are numbers.
+
+    integers: other parameters without a NaN that the checkpoint must have. inputs: the layer reads its scales of
+    activations, too.
     """
-    lacking = sorted({*absent, *(name for name, data in _scales(layer).items() if _has_nan(data))})
+    own, experts = {name for name, _ in layer.named_parameters(recurse=False)}, experts_of_checkpoint(layer)
+    counted = {name for name in own if _COUNTED.fullmatch(name)} | set(integers)
+    scales = _scales(layer, inputs=inputs)
+    missing = writes.missing(layer, counted | scales.keys())
+    lacking = {name: _by_expert(parts, experts) for name, parts in missing.items() if name in counted}
+    for name, data in scales.items():
+        rows = _rows_with_nan(data)
+        if found := {experts[row] for row in rows if row in experts}:
+            given = _by_expert(missing.get(name, {}), experts)
+            lacking[name] = {expert: given.get(expert, ()) for expert in found}
+        elif rows:
+            _fill_rows(data, rows)
     if lacking:
+        listed = " and no ".join(f"{name} for experts {_listed(lacking[name])}" for name in sorted(lacking))
+        nan = ", or has NaN there" if lacking.keys() & scales.keys() else ""
         raise ValueError(
-            f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint has no {' and no '.join(lacking)} for "
-            f"some of its experts, or has NaN there, so they are not {of} as its config says; serve this model without "
-            "moe"
+            f"oxmoe: layer {getattr(layer, 'layer_id', '?')}: the checkpoint has no {listed}{nan}. Either files or "
+            f"tensors are missing, or the experts are not {of} as its config says: load a whole checkpoint, or serve "
+            "this model without moe"
         )
+
+
+def _by_expert(parts: dict[str, list[int]], experts: dict[int, int]) -> dict[int, tuple[str, ...]]:
+    """Returns the missing parts of each expert of the checkpoint."""
+    found: dict[int, tuple[str, ...]] = {}
+    for part, rows in parts.items():
+        for expert in {experts[row] for row in rows}:
+            found[expert] = (*found.get(expert, ()), part)
+    return found
+
+
+def _listed(lacking: dict[int, tuple[str, ...]]) -> str:
+    """Returns experts with their missing parts as text: "0 to 3 (w1, w3) and 7 (w3)"."""
+    by_parts: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for expert in sorted(lacking):
+        by_parts[lacking[expert]].append(expert)
+    listed = ((_ranges(experts), f" ({', '.join(parts)})" if parts else "") for parts, experts in by_parts.items())
+    return " and ".join(f"{experts}{parts}" for experts, parts in listed)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Returns ascending numbers as text, runs of them as "0 to 3", and of many runs only the first ones."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    shown = [str(first) if first == last else f"{first} to {last}" for first, last in ranges[:8]]
+    return ", ".join(shown) + (f", ... ({len(numbers)} in all)" if len(ranges) > len(shown) else "")
+
+
+def _fill_rows(data: Tensor, rows: list[int]) -> None:
+    """Gives rows that no expert fills the scales of a row that is loaded."""
+    loaded = next((row for row in range(data.shape[0]) if row not in rows), None)
+    plain = data.view(torch.uint8) if data.dtype in _NAN_BYTES else data
+    for row in rows:
+        plain[row] = 1 if loaded is None else plain[loaded]
 
 
 def checked_loader(
     layer: Any,
     load: Callable[..., Any],
     of: str,
-    written: set[str],
+    writes: Writes,
     *,
     converts_scales: bool = False,
     cuts: bool = True,
@@ -77,23 +141,33 @@ def checked_loader(
     converts a tensor's numbers to the dtype of its parameter, also where their bits are meant. It gives each rank as
     many rows or columns as the quotient says, and drops the rest. `inspect.unwrap` gives `load` back.
 
-    written: gets the names of the parameters that are written. converts_scales: `load` itself makes the bytes of
-    scales. cuts: `load` gives each rank its part.
+    Scales in E8M0 are bytes, so that a parameter of bytes takes them as torch.float8_e8m0fnu, too.
+
+    writes: gets the tensors. converts_scales: `load` itself makes the bytes of scales. cuts: `load` gives each rank
+    its part.
     """
 
     @functools.wraps(load)
     def weight_loader(param: Any, loaded_weight: Any, *arguments: Any, **named: Any) -> Any:
-        name = next((name for name, own in layer.named_parameters(recurse=False) if own is param), "")
+        given = dict(zip(("weight_name", "shard_id", "expert_id"), arguments, strict=False)) | named
+        name, shard = name_of(layer, param), given.get("shard_id")
         is_scale = _SCALES.fullmatch(name) is not None
+        if is_scale and not converts_scales:
+            loaded_weight = e8m0_as_bytes(param, loaded_weight)
         if name in _CODES or (is_scale and not converts_scales):
             _check_dtype(layer, name, param.dtype, loaded_weight.dtype, of, is_scale=is_scale)
         if cuts:
-            given = dict(zip(("weight_name", "shard_id"), arguments, strict=False)) | named
-            _check_parts(layer, name, param, loaded_weight, given.get("shard_id"))
-        written.add(name)
+            _check_parts(layer, name, param, loaded_weight, shard)
+        if name:
+            writes.add(name, shard, given.get("expert_id"))
         return load(param, loaded_weight, *arguments, **named)
 
     return weight_loader
+
+
+def e8m0_as_bytes(parameter: Any, loaded: Tensor) -> Tensor:
+    """Returns scales in E8M0 as bytes if the parameter has bytes. SGLang's loaders would refuse or convert them."""
+    return loaded.view(torch.uint8) if parameter.dtype == torch.uint8 and loaded.dtype == _E8M0 else loaded
 
 
 def _check_dtype(
@@ -304,12 +378,12 @@ class MadeAtLoad:
     weights: ExpertWeights | None = None
     packed: frozenset[str] = frozenset()
     moe_runner_config: Any
-    written: set[str] | frozenset[str] = frozenset()  # parameters that came through the layer's loader
     handover = Handover()
     layer_loads = True  # whether weights come through the layer's loader, or its model writes the parameters itself
     takes_biases = False
     converts_scales = False  # whether the method's loader makes the bytes of scales of their numbers
     integers: tuple[str, ...] = ()  # parameters without a NaN that a checkpoint of this format must write
+    reads_input_scales = False  # whether kernels need the scales of activations that a checkpoint may have
     _updates: Updates | None = None
     _made_of: dict[str, int] | None = None
     _broken: str | None = None
@@ -326,14 +400,16 @@ class MadeAtLoad:
         if attributes.get("with_bias") and not self.takes_biases:
             raise NotImplementedError(f"oxmoe: {self.of} experts with biases are not served")
         if "weight_loader" in attributes:
-            load = attributes["weight_loader"]
-            self.written = set()
-            load = checked_loader(
-                layer, load, self.of, self.written, converts_scales=self.converts_scales, cuts=self.layer_loads
-            )
-            attributes["weight_loader"] = self.updates.loader(layer, load, self.of)
+            attributes["weight_loader"] = self.loader(layer, attributes["weight_loader"])
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
-        mark_scales(layer)
+        mark_scales(layer, inputs=self.reads_input_scales)
+
+    def loader(self, layer: torch.nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps `load`, SGLang's weight_loader of this layer."""
+        load = checked_loader(
+            layer, load, self.of, self.updates.writes, converts_scales=self.converts_scales, cuts=self.layer_loads
+        )
+        return self.updates.loader(layer, load, self.of)
 
     def create_moe_runner(self, layer: torch.nn.Module, moe_runner_config: Any) -> None:
         if self.layer_loads:
@@ -367,9 +443,11 @@ class MadeAtLoad:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights. After a weight update SGLang calls it again, also for layers that it did not write."""
         if self.weights is not None and self.packed:
-            missing = self.updates.missing(layer, set(self.packed))
+            writes = self.updates.writes
+            lacking = writes.missing(layer, set(self.packed))
+            missing = {name: writes.counted(layer, parts, name) for name, parts in lacking.items()}
             # Packed weights are made of other parameters, too, such as global scales: none of them may change alone.
-            others = self.updates.written() - self.packed - biases(layer, self.weights)
+            others = writes.names(layer) - self.packed - biases(layer, self.weights)
             if missing.keys() == self.packed and not others and not any(written for written, _ in missing.values()):
                 # Packed bytes would be packed once more, so they stay. The dispatcher may be a new one, though.
                 self.updates.finish(derived=True)
@@ -384,8 +462,8 @@ class MadeAtLoad:
                 )
                 raise RuntimeError(self._broken)
             self._broken = None
-        if self.weights is None and self.written:
-            check_scales(layer, self.of, set(self.integers) - self.written)
+        if self.weights is None and self.updates.writes:
+            check_loaded(layer, self.of, self.updates.writes, integers=self.integers, inputs=self.reads_input_scales)
         self.handover = handover(layer, self)
         options = activation(self.moe_runner_config, up_first=self.handover.up_first)
         self.weights = renewed(self.weights, self.make(layer, **options))

@@ -130,6 +130,7 @@ class OxmoeModelOptFp8MoEMethod(NeedsBfloat16, MadeAtLoad, modelopt_quant.ModelO
     scale."""
 
     of, sized_as = "ModelOpt fp8", "fp8_tensor"
+    reads_input_scales = True
 
     def make(self, layer: Any, **options: Any) -> ExpertWeights:
         scale = layer.w13_weight_scale.data

@@ -31,7 +31,7 @@ from oxmoe.sglang.loading import (
     NeedsBfloat16,
     check_all_to_all,
     check_layer_config,
-    check_scales,
+    check_loaded,
     checked_loader,
     handover,
     leave_out_gates,
@@ -39,6 +39,7 @@ from oxmoe.sglang.loading import (
     mark_scales,
     refuse_transposed,
 )
+from oxmoe.sglang.updates import Writes
 
 NAME = "oxmoe"
 BLOCK = 32  # weights of one MXFP4 scale
@@ -70,13 +71,13 @@ class ThroughRunner:
     get_triton_quant_info: Any
     sized_as = "bf16"
     processed = False
-    written: set[str] | frozenset[str] = frozenset()  # parameters that came through the layer's loader
+    writes: Writes | None = None  # what came through the layer's loader
 
     def create_weights(self, layer: torch.nn.Module, *sizes: Any, **attributes: Any) -> None:
         """Creates SGLang's parameters."""
         if "weight_loader" in attributes:
-            self.written = set()
-            attributes["weight_loader"] = checked_loader(layer, attributes["weight_loader"], self.of, self.written)
+            self.writes = Writes()
+            attributes["weight_loader"] = checked_loader(layer, attributes["weight_loader"], self.of, self.writes)
         super().create_weights(layer, *sizes, **attributes)  # type: ignore[misc]
         mark_scales(layer)
 
@@ -90,9 +91,11 @@ class ThroughRunner:
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Describes the weights once, at load. So what oxmoe does not serve fails here, and not at the first
         request."""
-        if not self.processed and self.written:
-            check_scales(layer, self.of)
+        if not self.processed and self.writes:
+            check_loaded(layer, self.of, self.writes)
         self.processed = True
+        if self.writes is not None:
+            self.writes.clear()
         experts = getattr(getattr(self.runner, "runner_core", None), "experts", self.experts)
         experts.follow(handover(layer, self))
         weights = experts.prepare(self.get_triton_quant_info(layer), self.moe_runner_config)
@@ -148,6 +151,7 @@ class OxmoeFp8TensorMoEMethod(NeedsBfloat16, MadeAtLoad, _WithoutGates, Fp8MoEMe
 
     of, sized_as = "fp8", "fp8_tensor"
     takes_biases = True
+    reads_input_scales = True
 
     def make(self, layer: Any, **options: Any) -> ExpertWeights:
         scale = layer.w13_weight_scale.data
@@ -202,6 +206,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
     takes_biases = True
     hidden = 0
     layer_loads = False
+    integers = ("w13_weight_scale", "w2_weight_scale")
 
     def create_weights(
         self,
@@ -218,7 +223,7 @@ class OxmoeMxfp4MoEMethod(MadeAtLoad, FusedMoEMethodBase):
         if params_dtype != torch.bfloat16:
             raise NotImplementedError(f"oxmoe: MXFP4 experts need --dtype bfloat16, got {params_dtype}")
         if "weight_loader" in attributes:
-            attributes["weight_loader"] = self.updates.loader(layer, attributes["weight_loader"], self.of)
+            attributes["weight_loader"] = self.loader(layer, attributes["weight_loader"])
         padded = getattr(layer, "use_flashinfer_mxfp4_moe", False)
         self.hidden = getattr(layer, "hidden_size_unpadded", 0 if padded else hidden_size)
         if self.hidden == 0:
@@ -336,8 +341,7 @@ class OxmoeConfig(QuantizationConfig):
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: dict[str, Any] | None, user_quant: str | None) -> str | None:
         """SGLang asks each method whether a checkpoint belongs to it. Returns this method's name for the checkpoints
-        that oxmoe serves, unless the user names another method.
-        the user names another method."""
+        that oxmoe serves, unless the user names another method."""
         method = (hf_quant_cfg or {}).get("quant_method")
         if int4.claims(hf_quant_cfg, user_quant, NAME):
             return NAME

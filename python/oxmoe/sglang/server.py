@@ -25,6 +25,15 @@ def balances_experts() -> bool:
     return bool(read(lambda context: context.get_exec().moe.enable_eplb, lambda arguments: arguments.enable_eplb))
 
 
+def redundant_experts() -> int:
+    """Returns --ep-num-redundant-experts."""
+
+    def of(moe: Any) -> int:
+        return int(moe.ep_num_redundant_experts or 0)
+
+    return read(lambda context: of(context.get_exec().moe), of) or 0
+
+
 def backs_up_experts() -> bool:
     """Whether the server has --enable-elastic-expert-backup, with which SGLang writes a checkpoint's bytes into the
     parameters of experts without telling anybody."""

@@ -209,7 +209,7 @@ def _object(text: bytes, path: Path) -> Fields:
         raise Unreadable(f"{path}: no JSON: {first_line(error)}") from error
     if not isinstance(values, dict):
         raise Unreadable(f"{path}: expected a JSON object, got {shown(values)}")
-    return Fields(values, path.name)
+    return Fields(values, str(path))
 
 
 def _header(path: Path) -> dict[str, str]:

@@ -6,7 +6,7 @@ called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -163,6 +163,23 @@ def gelu(config: Fields, layer: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Renames:
+    """What SGLang's class of a model makes of the names in a quantization_config (its hf_to_sglang_mapper), as far as
+    names of experts are concerned. Of several that fit, the longest counts."""
+
+    starts: dict[str, str] = field(default_factory=dict)
+    parts: dict[str, str] = field(default_factory=dict)
+
+    def __call__(self, name: str) -> str:
+        for part in sorted(self.parts, key=len, reverse=True):
+            if part in name:
+                name = name.replace(part, self.parts[part], 1)
+                break
+        start = next((start for start in sorted(self.starts, key=len, reverse=True) if name.startswith(start)), None)
+        return name if start is None else self.starts[start] + name.removeprefix(start)
+
+
+@dataclass(frozen=True)
 class Family:
     """The fields of a model's MoE layers. If several names are known, the first one that exists counts."""
 
@@ -176,14 +193,16 @@ class Family:
     drafts: tuple[str, ...] = ("num_nextn_predict_layers",)
     activation: Activation = hidden_act
     biases: bool = False
+    root: str = "model"  # what comes before ".layers" in the names that SGLang's class gives its layers
     place: str = "mlp"  # part of a layer's name that holds the experts
+    renames: Renames | None = None
     on_input: bool = False  # router weights multiply a token, not its result
     fp4_by_default: bool = False  # an fp8 checkpoint's experts are MXFP4 unless the files say otherwise
 
 
 _DEEPSEEK = Family(activation=bounded)
 _QWEN = Family(sparse=qwen, shared=("shared_expert_intermediate_size",), drafts=("mtp_num_hidden_layers",))
-_MIXTRAL = Family(sparse=every, intermediate=("intermediate_size",), place="block_sparse_moe")
+_GRANITE = Family(sparse=every, intermediate=("intermediate_size",), place="block_sparse_moe")
 _MIMO = Family(sparse=by_list)
 _STEP = Family(
     sparse=numbered,
@@ -193,6 +212,7 @@ _STEP = Family(
     activation=step,
 )
 _BAILING = Family(sparse=after_dense(0))
+_WRAPPED = {"language_model.layers.": "language_model.model.layers."}
 _KIMI_LINEAR = Family(
     sparse=after_dense(0), top_k=("num_experts_per_token", "num_experts_per_tok"), activation=as_named
 )
@@ -200,9 +220,15 @@ _KIMI_K3 = replace(_KIMI_LINEAR, hidden=("routed_expert_hidden_size", "hidden_si
 _LLAMA4 = Family(
     sparse=interleaved, intermediate=("intermediate_size",), shared=(), place="feed_forward", on_input=True
 )
+_LANGUAGE = {"model.language_model.": "language_model.model."}
 _GEMMA4 = Family(sparse=if_enabled, top_k=("top_k_experts",), shared=(), activation=gelu, place="moe")
 _EXAONE = Family(sparse=after_dense())
-_MINIMAX_M3 = Family(sparse=by_list_or_every, intermediate=("intermediate_size",), activation=minimax_m3)
+_MINIMAX_M3 = Family(
+    sparse=by_list_or_every,
+    intermediate=("intermediate_size",),
+    activation=minimax_m3,
+    renames=Renames(parts={".block_sparse_moe.": ".mlp."}),
+)
 _LATENT = ("moe_latent_size", "hidden_size")
 
 FAMILIES: dict[str, Family] = {
@@ -211,37 +237,45 @@ FAMILIES: dict[str, Family] = {
     "DeepseekV32ForCausalLM": _DEEPSEEK,
     "DeepseekV4ForCausalLM": Family(sparse=every, activation=bounded, fp4_by_default=True),
     "Glm4MoeForCausalLM": Family(),
-    "Glm4vMoeForConditionalGeneration": Family(),
+    "Glm4vMoeForConditionalGeneration": Family(root="language_model"),
     "Glm4MoeLiteForCausalLM": Family(),
     "GlmMoeDsaForCausalLM": Family(),
-    "KimiVLForConditionalGeneration": _DEEPSEEK,
-    "KimiK25ForConditionalGeneration": _DEEPSEEK,
+    "KimiVLForConditionalGeneration": replace(_DEEPSEEK, root="language_model.model"),
+    "KimiK25ForConditionalGeneration": replace(_DEEPSEEK, renames=Renames(_WRAPPED)),
     "KimiLinearForCausalLM": _KIMI_LINEAR,
     "KimiK3LinearForCausalLM": _KIMI_K3,
-    "KimiK3ForConditionalGeneration": _KIMI_K3,
+    "KimiK3ForConditionalGeneration": replace(_KIMI_K3, renames=Renames(_WRAPPED, {"block_sparse_moe": "mlp"})),
     "Qwen2MoeForCausalLM": _QWEN,
     "Qwen3MoeForCausalLM": _QWEN,
-    "Qwen3VLMoeForConditionalGeneration": _QWEN,
+    "Qwen3VLMoeForConditionalGeneration": replace(
+        _QWEN, root="model.language_model", renames=Renames({**_LANGUAGE, "model.": "language_model.model."})
+    ),
     "Qwen3NextForCausalLM": _QWEN,
-    "Qwen3_5MoeForConditionalGeneration": _QWEN,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN, root="model.language_model"),
     "GptOssForCausalLM": Family(sparse=every, intermediate=("intermediate_size",), activation=gpt_oss, biases=True),
     "MiniMaxM2ForCausalLM": Family(
         sparse=every, intermediate=("intermediate_size",), drafts=("num_mtp_modules",), place="block_sparse_moe"
     ),
     "MiniMaxM3SparseForCausalLM": _MINIMAX_M3,
-    "MiniMaxM3SparseForConditionalGeneration": _MINIMAX_M3,
+    "MiniMaxM3SparseForConditionalGeneration": replace(_MINIMAX_M3, root="language_model.model"),
     "MiMoV2ForCausalLM": _MIMO,
     "MiMoV2FlashForCausalLM": _MIMO,
     "Step3p5ForCausalLM": _STEP,
-    "Step3p7ForConditionalGeneration": _STEP,
-    "HYV3ForCausalLM": Family(sparse=after_dense(0)),
+    "Step3p7ForConditionalGeneration": replace(_STEP, root="language_model.model", renames=Renames(_LANGUAGE)),
+    "HYV3ForCausalLM": Family(sparse=after_dense(0), root=".model"),
     "Llama4ForCausalLM": _LLAMA4,
-    "Llama4ForConditionalGeneration": _LLAMA4,
+    "Llama4ForConditionalGeneration": replace(_LLAMA4, root="language_model.model"),
     "Gemma4ForCausalLM": _GEMMA4,
-    "Gemma4ForConditionalGeneration": _GEMMA4,
-    "NemotronHForCausalLM": Family(sparse=by_pattern, hidden=_LATENT, activation=not_gated, place="mixer"),
-    "MixtralForCausalLM": _MIXTRAL,
-    "GraniteMoeForCausalLM": _MIXTRAL,
+    "Gemma4ForConditionalGeneration": replace(_GEMMA4, root="model.language_model"),
+    "NemotronHForCausalLM": Family(
+        sparse=by_pattern,
+        hidden=_LATENT,
+        activation=not_gated,
+        place="mixer",
+        renames=Renames({"backbone.": "model."}),
+    ),
+    "MixtralForCausalLM": replace(_GRANITE, root=""),
+    "GraniteMoeForCausalLM": _GRANITE,
     "LongcatFlashForCausalLM": Family(
         sparse=every,
         top_k=("moe_topk", "num_experts_per_tok"),
@@ -262,8 +296,13 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def prefixes(family: Family, layer: int) -> list[str]:
-    """Returns the names that SGLang may have for a layer's experts. Checkpoints use them to leave layers
+def name_of_experts(family: Family, layer: int) -> str:
+    """Returns the name that SGLang's class gives the experts of a layer. Checkpoints use it to leave layers
     unquantised."""
-    roots = ("model", "model.language_model", "language_model.model", "backbone")
-    return [f"{root}.layers.{layer}.{family.place}.experts" for root in roots]
+    root = f"{family.root}." if family.root else ""
+    return f"{root}layers.{layer}.{family.place}.experts"
+
+
+def renamed(family: Family, names: Iterable[str]) -> list[str]:
+    """Returns the names of a quantization_config as SGLang compares them."""
+    return [name if family.renames is None else family.renames(name) for name in names]

@@ -8,7 +8,7 @@ from typing import Any
 from oxmoe.sglang import int4_schemes
 from oxmoe.sglang.int4_schemes import Scheme
 from oxmoe.tools.check.checkpoint import Fields, Refused, patterns
-from oxmoe.tools.check.families import Family, prefixes
+from oxmoe.tools.check.families import Family, name_of_experts
 from oxmoe.tools.check.format import Format
 
 # Groups for which SGLang has linear layers that take bf16.
@@ -36,8 +36,7 @@ def of_layers(config: Fields, family: Family, left: Format) -> Callable[[int], F
     config.within("dynamic")
 
     def of_layer(layer: int) -> Format:
-        skipped = [_asked(int4_schemes.skips, config.values, name) for name in prefixes(family, layer)]
-        return left if any(skipped) else quantised
+        return left if _asked(int4_schemes.skips, config.values, name_of_experts(family, layer)) else quantised
 
     return of_layer
 

@@ -9,7 +9,7 @@ from typing import Any
 from oxmoe.sglang import formats
 from oxmoe.tools.check import int4, releases, skipping
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, patterns, shown
-from oxmoe.tools.check.families import Family, prefixes
+from oxmoe.tools.check.families import Family, name_of_experts, renamed
 from oxmoe.tools.check.format import Format
 from oxmoe.tools.check.quantization import BF16, FP8_BLOCK, MXFP8, Formats, as_mxfp8, check_scheme
 
@@ -115,7 +115,7 @@ def _unless(excluded: list[str], found: Formats, left: Formats, family: Family) 
 
     def of_layer(layer: int) -> Format:
         with patterns("quantization_config: ignore or exclude_modules"):
-            skipped = any(skipping.modelopt_skips(name, excluded) for name in prefixes(family, layer))
+            skipped = skipping.modelopt_skips(name_of_experts(family, layer), excluded, family.renames)
         return (left if skipped else found)(layer)
 
     return of_layer
@@ -176,7 +176,7 @@ def _mixture(config: Fields, architecture: str, family: Family, *, gpu: str, ver
         if config.text("quant_method") == "modelopt_mixed" or (not told and architecture.startswith("NemotronH")):
             raise Refused(f"{MIXED} without quantized_layers: SGLang refuses it")
         return _all(int4.of_w4afp8(gpu))
-    layers = {name: given.within(name) for name in given.values}
+    layers = dict(zip(renamed(family, given.values), map(given.within, given.values), strict=True))
     algorithms = {name: (fields.text("quant_algo") or "").upper() for name, fields in layers.items() if fields}
     if unnamed := [name for name, fields in layers.items() if fields is None or fields.text("quant_algo") is None]:
         raise Refused(f"quantized_layers: {shown(unnamed[0])} has no quant_algo: SGLang refuses it")
@@ -194,11 +194,13 @@ def _mixture(config: Fields, architecture: str, family: Family, *, gpu: str, ver
         raise Refused(f"quantized_layers: fp8 with blocks of {shown(sorted(blocks))}: SGLang refuses it")
 
     def of_layer(layer: int) -> Format:
-        for prefix in prefixes(family, layer):
-            for name, algorithm in algorithms.items():
-                if name == prefix or name.startswith(f"{prefix}."):
-                    size = group if algorithm.endswith("NVFP4") else layers[name].values.get("group_size")  # type: ignore[union-attr]
-                    return _of_mixture(algorithm, size, gpu, version)
+        names = releases.names_in_mixtures(version, name_of_experts(family, layer))
+        listed = [*(name for name in names if name in algorithms)]
+        listed += [name for own in names for name in algorithms if name.startswith(f"{own}.")]
+        if listed:
+            algorithm = algorithms[listed[0]]
+            size = group if algorithm.endswith("NVFP4") else layers[listed[0]].values.get("group_size")  # type: ignore[union-attr]
+            return _of_mixture(algorithm, size, gpu, version)
         return BF16
 
     return of_layer

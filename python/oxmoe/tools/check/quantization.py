@@ -9,7 +9,7 @@ from collections.abc import Callable
 from oxmoe.sglang import formats, int4_schemes
 from oxmoe.tools.check import int4, skipping
 from oxmoe.tools.check.checkpoint import Checkpoint, Fields, Refused, patterns, shown
-from oxmoe.tools.check.families import Family, prefixes
+from oxmoe.tools.check.families import Family, name_of_experts, renamed
 from oxmoe.tools.check.format import Format
 
 
@@ -135,7 +135,7 @@ def as_mxfp8(family: Family, ignored: list[str] | None) -> Formats:
 
 def _unless(family: Family, ignored: list[str] | None, quantised: Format) -> Formats:
     def of_layer(layer: int) -> Format:
-        skipped = any(skipping.fp8_skips(name, ignored or ()) for name in prefixes(family, layer))
+        skipped = skipping.fp8_skips(name_of_experts(family, layer), ignored or (), family.renames)
         return BF16 if skipped else quantised
 
     return of_layer
@@ -160,7 +160,8 @@ def _compressed(config: Fields, architecture: str, family: Family, *, nvfp4: boo
     all_groups = config.within("config_groups")
     for name in all_groups.values if all_groups is not None else ():
         group = all_groups.within(name) if all_groups is not None else None
-        for target in (group.listed("targets", str) if group is not None else None) or ():
+        targets = (group.listed("targets", str) if group is not None else None) or ()
+        for target in renamed(family, targets):
             assert group is not None
             groups[target] = group
     kinds = {formats.compressed_kind(group.values.get("weights")) for group in groups.values()}
@@ -179,17 +180,16 @@ def _compressed(config: Fields, architecture: str, family: Family, *, nvfp4: boo
         )
     if "ignore" in config.values and config.values["ignore"] is None:
         raise Refused("compressed-tensors whose ignore is null: SGLang refuses it")
-    ignored = config.listed("ignore", str) or []
+    ignored = renamed(family, config.listed("ignore", str) or [])
     _check_patterns([*ignored, *groups])
 
     def of_layer(layer: int) -> Format:
-        for prefix in prefixes(family, layer):
-            names = [f"{prefix}.0.{part}_proj" for part in ("gate", "up", "down")]
-            skipped = [skipping.compressed_skips(name, ignored) for name in names]
-            if all(skipped):
-                return BF16
-            if any(skipped):
-                raise Refused(f"layer {layer}: gate, up and down projections of experts have different formats")
+        names = [f"{name_of_experts(family, layer)}.0.{part}_proj" for part in ("gate", "up", "down")]
+        skipped = [skipping.compressed_skips(name, ignored) for name in names]
+        if all(skipped):
+            return BF16
+        if any(skipped):
+            raise Refused(f"layer {layer}: gate, up and down projections of experts have different formats")
         targets = {skipping.compressed_target(name, groups) for name in names}
         if len(targets) > 1 or None in targets:
             raise Refused(f"layer {layer}: no config_group, or more than one, is for its experts")

@@ -42,6 +42,8 @@ def has_nvfp4_linear(version: str) -> bool:
 
 # ModelOpt's algorithm or form -> the release from which SGLang reads it.
 _MODELOPT = {"hybrid": "0.5.14", "W4A16_NVFP4": "0.5.19", "group_size": "0.5.17", "MXFP8": "0.5.18"}
+# The release from which a mixture may name the layers of a text model in other ways.
+_MORE_NAMES = "0.5.20"
 _IN_MIXTURES = {"W4A16_NVFP4": "0.5.15", "MXFP8": "0.5.17", "FP8_PB_WO": "0.5.18", "FP8_BLOCK_SCALES": "0.5.20"}
 
 
@@ -59,6 +61,21 @@ def completes_mixtures(version: str) -> bool:
     """Whether SGLang reads hf_quant_config.json in place of a mixture in config.json that has no word of the KV
     cache."""
     return _since(version, "0.5.15")
+
+
+def names_in_mixtures(version: str, name: str) -> list[str]:
+    """Returns the names of a layer under which SGLang looks into a mixture's quantized_layers."""
+    found, wrapped, inner = [name], "language_model.model.", "model.language_model."
+    if not _since(version, "0.5.15"):
+        return found
+    if name.startswith(wrapped):
+        found.append(inner + name.removeprefix(wrapped))
+    elif name.startswith(inner):
+        found.append(wrapped + name.removeprefix(inner))
+        found += ["model." + name.removeprefix(inner)] * _since(version, _MORE_NAMES)
+    elif name.startswith("model.") and _since(version, _MORE_NAMES):
+        found.append(inner + name.removeprefix("model."))
+    return found
 
 
 def more_excluded_of_mixtures(version: str) -> tuple[str, ...]:

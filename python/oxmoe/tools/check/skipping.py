@@ -6,20 +6,26 @@ SGLang 0.5.23 has these rules in functions that are not available without it. Te
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
-def fp8_skips(name: str, ignored: Iterable[str]) -> bool:
-    """Applies an fp8 checkpoint's `ignored_layers` or `modules_to_not_convert` to the experts of this name."""
+def fp8_skips(name: str, ignored: Iterable[str], rename: Callable[[str], str] | None = None) -> bool:
+    """Applies an fp8 checkpoint's `ignored_layers` or `modules_to_not_convert` to the experts of this name.
+    rename: what SGLang's class of the model does with their names."""
     bases = [entry.removeprefix("model.") for entry in ignored]
     listed = [*bases, *(f"model.{base}" for base in bases)]
+    listed = listed if rename is None else [rename(entry) for entry in listed]
     inside = any(f".{entry.rstrip('.')}." in f".{name.rstrip('.')}." for entry in listed)
     return inside or any(name in entry for entry in listed if "experts" in entry)
 
 
-def modelopt_skips(name: str, patterns: Iterable[str]) -> bool:
+def modelopt_skips(name: str, patterns: Iterable[str], rename: Callable[[str], str] | None = None) -> bool:
     """Applies ModelOpt's `ignore` or `exclude_modules` to the experts of this name: to all of it, or to a part
-    between dots."""
+    between dots. rename: what SGLang's class of the model does with their names."""
+    if rename is not None:
+        mapped = [rename(pattern) for pattern in patterns]
+        # Where a class renames, SGLang also takes the names without the wrapper's.
+        patterns = [*mapped, *(own.removeprefix("language_model.") for own in mapped)]
     names = [name, *([name.removeprefix("language_model.")] if name.startswith("language_model.") else [])]
     listed = [re.compile(pattern.replace(".", r"\.").replace("*", r".*")) for pattern in patterns]
     return any(entry.fullmatch(part) for entry in listed for whole in names for part in (whole, *whole.split(".")))
