@@ -301,7 +301,7 @@ def test_scales_of_mxfp4_in_e8m0(rng: torch.Generator) -> None:
         load_whole(gpt_oss("MXFP4"), tensors | {"w13_weight_scale": torch.ones(4, 128, 4)})
 
 
-# What stays legal
+# Loads that stay legal
 
 
 @pytest.mark.parametrize("name", NAMES)
