@@ -211,7 +211,7 @@ def test_the_best_peer_of_rows_in_order(
     slow, fast = list(peers)[:2]
     given: Any = [SimpleNamespace(x=torch.empty(4, 5, 8), counts=torch.tensor([1, 2, 3, 1]))]
     least = floors.Floors(5.0, 8.0)
-    bench.report("few", "bf16", "a case", given, least, {"oxmoe": 10.0, slow: 30.0, fast: 15.0})
+    bench.report("few", "bf16", "a case", given, least, {"oxmoe": 10.0, slow: 30.0, fast: 15.0}, {})
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.endswith(" | **10.0** | 5.0 | 2.00 | 8.0 | 1.25 | 30.0 | 15.0 | 1.50 |"), line
 
