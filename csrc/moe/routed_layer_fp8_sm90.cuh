@@ -49,6 +49,8 @@ struct RoutedLayerFp8Sm90 {
     };
     static constexpr int kHeaderBytes = 5 * 1024;
     static_assert(sizeof(Header) <= kHeaderBytes, "room for the tables");
+    static_assert(kHeaderBytes == 5 * 1024 && kBlockBytes == 8 * 128 && kWeightBytes == 64 * 128 && kInnerSlots == 2,
+                  "layer_stages of src/variants/fp8.rs");
 
     static constexpr int kThreads = 256;
     static constexpr int kSharedBytes = 228 * 1024 / Ctas - 1024;  // the system takes 1 KB for each CTA

@@ -13,14 +13,20 @@ from oxmoe.testing import relative_norm, same_bits
 
 pytest.importorskip("sglang")
 
-from sglang.srt.layers.moe.token_dispatcher import standard
 
-from drawn_checkpoints import CONFIGS, MULTIPLES, QUANTISES, Drawn, draw, group_of, routed
-from oxmoe.sglang import compressed_tensors
+from drawn_checkpoints import (
+    MULTIPLES,
+    NAMES,
+    QUANTISES,
+    Drawn,
+    draw,
+    group_of,
+    on_a_cpu,  # noqa: F401 - a fixture that every test here uses
+    routed,
+)
 from sglang_server import NEW, installed, server
 from test_sglang_fp8 import forward
 
-NAMES = [name for name in CONFIGS if name != "compressed NVFP4" or "NVFP4" in compressed_tensors.KINDS]
 ORDERS = ("as drawn", "shuffled", "twice", "wrong first")
 RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2)] if NEW else [(1, 1)]
 TRTLLM = "flashinfer_trtllm"
@@ -29,12 +35,6 @@ TRTLLM = "flashinfer_trtllm"
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     installed()
-
-
-@pytest.fixture(autouse=True)
-def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets SGLang's dispatcher put its table of experts on the CPU."""
-    monkeypatch.setattr(standard, "get_device", lambda *_: "cpu", raising=False)
 
 
 def rank(number: int, tp: int, ep: int) -> dict[str, int]:

@@ -17,15 +17,20 @@ from oxmoe.testing import same_bits
 pytest.importorskip("sglang")
 
 from sglang.srt.eplb import expert_location
-from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.layers.quantization import get_quantization_config
 
-from drawn_checkpoints import CONFIGS, PREFIX, Drawn, draw, routed
-from oxmoe.sglang import compressed_tensors, loading, updates
+from drawn_checkpoints import (
+    NAMES,
+    PREFIX,
+    Drawn,
+    draw,
+    on_a_cpu,  # noqa: F401 - a fixture that every test here uses
+    routed,
+)
+from oxmoe.sglang import loading, updates
 from sglang_server import NEW, FusedMoE, argument, installed, server
 from test_sglang_fp8 import forward
 
-NAMES = [name for name in CONFIGS if name != "compressed NVFP4" or "NVFP4" in compressed_tensors.KINDS]
 # Formats whose kernels read the checkpoint's scales of activations.
 READ = ("fp8 static", "ModelOpt fp8")
 SHARDS = ("w1", "w3", "w2")
@@ -34,12 +39,6 @@ SHARDS = ("w1", "w3", "w2")
 @pytest.fixture(scope="module", autouse=True)
 def _installed() -> None:
     installed()
-
-
-@pytest.fixture(autouse=True)
-def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets SGLang's dispatcher put its table of experts on the CPU."""
-    monkeypatch.setattr(standard, "get_device", lambda *_: "cpu", raising=False)
 
 
 def small(name: str, rng: torch.Generator, experts: int = 4, **options: Any) -> Drawn:

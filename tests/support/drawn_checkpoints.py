@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
+from sglang.srt.layers.moe.token_dispatcher import standard
 from sglang.srt.layers.moe.topk import StandardTopKOutput
 from sglang.srt.layers.quantization import get_quantization_config
 from torch import Tensor
@@ -19,10 +21,17 @@ import int4_checkpoints
 import modelopt_cases
 from deepseek_v4_cases import config as of_deepseek_v4
 from deepseek_v4_cases import numbers as mxfp4_numbers
+from oxmoe.sglang import compressed_tensors
 from sglang_server import FusedMoE
 
 E4M3 = torch.float8_e4m3fn
 PREFIX = "model.layers.0.mlp.experts"
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets SGLang's dispatcher put its table of experts on the CPU."""
+    monkeypatch.setattr(standard, "get_device", lambda *_: "cpu", raising=False)
 
 
 def _compressed(weights: dict[str, Any], inputs: dict[str, Any] | None, layout: str) -> dict[str, Any]:
@@ -57,6 +66,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "W4AFP8": ("w4afp8", {"quant_method": "w4afp8"}),
     **{f"int4 {name}": ("oxmoe", kind.config) for name, kind in int4_checkpoints.KINDS.items()},
 }
+# The formats that this release of SGLang has.
+NAMES = [name for name in CONFIGS if name != "compressed NVFP4" or "NVFP4" in compressed_tensors.KINDS]
 # Formats whose activations are e4m3.
 QUANTISES = {"fp8 blocks", "fp8", "fp8 static", "MXFP8", "ModelOpt fp8"} | {
     f"compressed {of}" for of in ("blocks", "tensor", "channel")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -300,7 +300,6 @@ class _Routed:
 class Humming(Backend):
     name = "humming"
     formats = ("mxfp4", "mxfp4-a8", "mxfp8", "nvfp4", "int4", "int4-zeros")
-    VERSIONS: ClassVar[tuple[str, ...]] = VERSIONS
 
     @classmethod
     def missing(cls, device: str) -> str | None:
