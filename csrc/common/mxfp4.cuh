@@ -132,6 +132,10 @@ struct Form {
     static __device__ __forceinline__ const uint4& finish(const uint4& outputs, const Params&, int) {
         return outputs;
     }
+
+    // Whether every layer of the form rounds its tokens and GEMM1's output. Then round_tokens() rounds 8 of their numbers, and all
+    // lanes of the warp call it.
+    static constexpr bool kRoundsTokens = false;
 };
 #endif
 

@@ -142,6 +142,9 @@ struct Form {
     static __device__ __forceinline__ uint4 finish(const uint4& outputs, const Params& p, int) {
         return p.activation.kind == decltype(p.activation.kind)::Identity ? outputs : round_group(outputs);
     }
+
+    static constexpr bool kRoundsTokens = true;
+    static __device__ __forceinline__ uint4 round_tokens(const uint4& numbers) { return round_group(numbers); }
 };
 #endif
 

@@ -53,6 +53,7 @@ struct Form : RoundedOutputs {
     static constexpr int kCodeBytes = nvfp4::kCodeBytes, kScaleBytes = nvfp4::kScaleBytes;
     static constexpr int kThreadCodes = 16, kQuadScales = 8;
     static constexpr bool kFactorsOfHalves = true;
+    static constexpr bool kRoundsTokens = false;  // only layers with factors of activations round
 
     using Codes = uint4;
     using Scales = uint2;

@@ -1,5 +1,6 @@
-// A whole layer of few tokens and packed weights of four bits in one launch, for Hopper: routing, GEMM1, GEMM2 and combine.
-// `Form` is the packed form of the weights, such as mxfp4::Form.
+// A whole layer of few tokens and packed weights in one launch, for Hopper: routing, GEMM1, GEMM2 and combine. `Form` is the
+// packed form of the weights, such as mxfp4::Form. If the form rounds tokens, as mxfp8::Form does, each CTA rounds the tokens and
+// the rows of GEMM1's output that it copies to its shared memory.
 //
 // This is RoutedLayerSm90 for packed weights, with other units. Four warps, a quad, take a unit and share a ring of stages, into
 // which a helper warp copies codes and scales in bulk: a consumer issues no copy. A unit is a block of 64 weight rows and all of
@@ -40,7 +41,10 @@ struct RoutedLayerPackedSm90 {
     static_assert(Form::kThreadCodes == 16, "a stage's codes lie as mxfp4::Form's do");
     static constexpr int kBlockRows = 64, kBlockK = 64, kSliceRows = 16;
     static constexpr int kCodeBytes = Form::kCodeBytes, kScaleBytes = Form::kScaleBytes;  // bytes of a K block
-    static constexpr int kSliceCodes = kCodeBytes / 4, kSliceScales = kScaleBytes / 4;
+    // A block's codes are parts, in each of which a thread has 16 bytes.
+    static constexpr int kPartBytes = 128 * Form::kThreadCodes, kParts = kCodeBytes / kPartBytes;
+    static_assert(kParts <= 2 && kParts * kPartBytes == kCodeBytes, "a part has the codes of all steps, or of half of them");
+    static constexpr int kSliceCodes = kPartBytes / 4, kSliceScales = kScaleBytes / 4;
     // A stage has kBlocks blocks of codes, then their scales. GEMM2's half blocks of codes lie where they lie in whole ones.
     static constexpr int kBlocks = Blocks, kStageCodes = kBlocks * kCodeBytes;
     static constexpr int kStageBytes = kStageCodes + kBlocks * kScaleBytes, kStages = Stages;
@@ -291,20 +295,27 @@ private:
         for (int i = 0; i < layout.tiles; ++i) {
             const Tile tile = shared.slots.tile(layout.first_tile + i);
             const uint32_t inner = layout.inner_of(i);
-            layer_parts::copy_inner<32 * kConsumers>(p, tile.first, tile.count, threadIdx.x, [&](int token, int column) {
-                return inner + token * pitch(p) + column * 16;
-            });
+            layer_parts::copy_inner<32 * kConsumers, Form::kRoundsTokens>(
+                p, tile.first, tile.count, threadIdx.x,
+                [&](int token, int column) { return inner + token * pitch(p) + column * 16; },
+                [](const uint4& numbers) {
+                    if constexpr (Form::kRoundsTokens)
+                        return Form::round_tokens(numbers);
+                    else
+                        return numbers;
+                });
             sm90::barrier_arrive(&shared.inner[i]);
         }
     }
 
     // A K block's weights in registers.
     struct Weights {
-        uint32_t codes[4], scales[Form::kQuadScales / 4];
+        uint32_t codes[kParts][4], scales[Form::kQuadScales / 4];
 
         // `place`: the address of this lane's codes in the stage's first block; `scales_place`: of its scales.
         __device__ __forceinline__ void load(uint32_t place, uint32_t scales_place, int block) {
-            sm80::load_shared_16(codes, place + block * kCodeBytes);
+#pragma unroll
+            for (int i = 0; i < kParts; ++i) sm80::load_shared_16(codes[i], place + block * kCodeBytes + i * kPartBytes);
             const uint32_t from = scales_place + block * kScaleBytes;
             if constexpr (Form::kQuadScales == 8) {
                 sm80::load_shared_8(scales, from);
@@ -324,7 +335,7 @@ private:
 #pragma unroll
             for (int step = 0; step < 2; ++step) {
                 uint32_t a[4];
-                Form::decode_words(codes, half * 2 + step, multipliers[step / Form::kGroupSteps], a);
+                Form::decode_words(codes[half * kParts / 2], half * 2 + step, multipliers[step / Form::kGroupSteps], a);
                 sm80::multiply_add<Element>(sums, a, tokens[step * 2], tokens[step * 2 + 1]);
             }
         }
@@ -395,8 +406,7 @@ private:
         const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
         if (waits) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
-        copy_input(p.up, params.select.tokens, thread, input_of(shared));
-        sm90::copy_async_arrive(&shared.input);
+        copy_input(p.up, params.select.tokens, thread, shared);
         layer_parts::mark_absent(p.up, params.select, thread, kHelperThreads);
         layer_parts::mark_absent(p.down, params.select, thread, kHelperThreads);
         sm90::named_barrier(2, kThreads);  // all helpers have marked, and the tables are there
@@ -420,7 +430,7 @@ private:
             const GroupedGemmParams& gemm = unit.down ? p.down : p.up;
             const bool narrow = unit.down && units.narrow;
             const int blocks = k_blocks(gemm), row_tile = narrow ? unit.number / 2 : unit.number;
-            const int half = narrow ? unit.number % 2 * (kCodeBytes / 2) : 0;  // where the half block begins in a block
+            const int half = narrow ? unit.number % 2 * (kPartBytes / 2) : 0;  // where a half block's codes begin in a part
             const int expert = __shfl_sync(0xFFFFFFFF, shared.slots.tile(unit.tile).expert, 0);
             const size_t first = size_t(expert * row_tiles(gemm) + row_tile) * blocks;
             const uint8_t *codes = gemm.weights + first * kCodeBytes, *scales = gemm.block_scales + first * kScaleBytes;
@@ -434,10 +444,10 @@ private:
                     const int code_bytes = narrow ? kCodeBytes / 2 : kCodeBytes;
                     sm90::barrier_arrive_expect(full, now * (code_bytes + kScaleBytes));
                     // A whole unit's blocks of codes follow each other.
-                    const int pieces = narrow ? now : 1, bytes = narrow ? code_bytes : now * code_bytes;
+                    const int pieces = narrow ? now * kParts : 1, bytes = narrow ? kPartBytes / 2 : now * code_bytes;
 #pragma unroll 1
                     for (int i = 0; i < pieces; ++i) {
-                        const int at = half + i * kCodeBytes;
+                        const int at = half + i * kPartBytes;
                         sm90::copy_bulk(stage + at, codes + at, bytes, full);
                     }
                     sm90::copy_bulk(stage + kStageCodes, scales, now * kScaleBytes, full);
@@ -449,7 +459,18 @@ private:
         }
     }
 
-    static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
+    // Copies x to shared memory, and arrives at `shared.input` when it is there; this is thread `thread` of the helpers.
+    static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, int tokens, int thread, Shared& shared) {
+        if constexpr (Form::kRoundsTokens) {
+            round_input(p, tokens, thread, input_of(shared));
+            sm90::barrier_arrive(&shared.input);
+        } else {
+            copy_input_async(p, tokens, thread, input_of(shared));
+            sm90::copy_async_arrive(&shared.input);
+        }
+    }
+
+    static __device__ __forceinline__ void copy_input_async(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
         const int columns = p.k / 8, padded = k_blocks(p) * 8;
 #pragma unroll 1
         for (int token = 0; token < tokens; ++token) {
@@ -458,6 +479,29 @@ private:
 #pragma unroll 1
             for (int i = thread; i < padded; i += 32 * kHelpers)
                 sm90::copy_16_async(input + token * pitch(p) + i * 16, source + (i < columns ? i : 0), i < columns);
+        }
+    }
+
+    // Lanes exchange values when they round, so all lanes of a warp go on together. Columns beyond k become zeros here too.
+    static __device__ __forceinline__ void round_input(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
+        constexpr int kBatch = 4, kHelperThreads = 32 * kHelpers;
+        const int columns = p.k / 8, padded = k_blocks(p) * 8, items = tokens * padded;
+#pragma unroll 1
+        for (int first = thread; first - thread % 32 < items; first += kBatch * kHelperThreads) {
+            uint4 value[kBatch] = {};
+            uint32_t to[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int item = first + i * kHelperThreads, token = divide(item, padded), column = item - token * padded;
+                to[i] = input + token * pitch(p) + column * 16;
+                if (item < items && column < columns)
+                    value[i] = __ldcg(reinterpret_cast<const uint4*>(p.x) + size_t(token) * columns + column);
+            }
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const uint4 rounded = Form::round_tokens(value[i]);
+                if (first + i * kHelperThreads < items) sm90::store_shared_16(to[i], rounded);
+            }
         }
     }
 };

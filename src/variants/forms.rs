@@ -80,7 +80,7 @@ const MXFP4: FormRow = FormRow {
         tile(Form::Mxfp4, 192, 3, 5, 1),
     ],
     fours: &fours(Form::Mxfp4),
-    layers: &[packed::layer(Form::Mxfp4, (12, 3), (128, true)), layer(Form::Mxfp4)],
+    layers: &[packed::layer(Form::Mxfp4, (12, 3, 4), (128, true)), layer(Form::Mxfp4)],
     portable: &portable::MXFP4_TILES,
     pack: None,
 };
@@ -103,7 +103,7 @@ const MXFP8: FormRow = FormRow {
         tile(Form::Mxfp8, 192, 3, 5, 1),
     ],
     fours: &[],
-    layers: &[],
+    layers: &[packed::layer(Form::Mxfp8, MXFP8_RINGS, (384, false))],
     portable: &[portable_tile(Form::Mxfp8)],
     ..MXFP4
 };
@@ -163,6 +163,9 @@ const fn tile(form: Form, tokens: u32, consumers: u32, stages: u32, blocks: u32)
     packed::GEMM.with(Variant { form, tokens, consumers, stages, blocks, ..Variant::NONE })
 }
 
+/// The rings of MXFP8's layer in one launch, whose blocks have twice the bytes of others'.
+const MXFP8_RINGS: (u32, u32, u32) = (8, 4, 2);
+
 /// NVFP4's tiles, and before them one for few work units, as MXFP4 has.
 const fn int4_tiles(form: Form) -> [Kernel<GemmPairParams>; 7] {
     [
@@ -183,7 +186,7 @@ const fn fours(form: Form) -> [Kernel<GemmPairParams>; 3] {
 
 /// The layer in one launch for every router of up to 384 experts. Two rings of four stages leave room for two tokens of 7168 columns.
 const fn layer(form: Form) -> Kernel<RoutedLayerParams> {
-    packed::layer(form, (8, 4), (384, false))
+    packed::layer(form, (8, 4, 4), (384, false))
 }
 
 /// The portable tile of a form that has only one, so that there are few instances (`kOneTile` in C++). It multiplies only the tokens that

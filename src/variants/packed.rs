@@ -74,10 +74,10 @@ pub const MXFP4_E4M3_TILES: [Kernel<GroupedGemmParams>; 5] =
 /// The layer in one launch for up to `experts` experts. `plain`: top-k without bias and groups.
 pub const fn layer(
     form: Form,
-    (warps, stages): (u32, u32),
+    (warps, stages, blocks): (u32, u32, u32),
     (experts, plain): (u32, bool),
 ) -> Kernel<RoutedLayerParams> {
-    LAYER.with(Variant { form, tokens: 8, warps, blocks: 4, stages, experts, flag: plain, ..Variant::NONE })
+    LAYER.with(Variant { form, tokens: 8, warps, blocks, stages, experts, flag: plain, ..Variant::NONE })
 }
 
 /// Shared memory of a CTA of a layer in one launch: half of an SM's, so that the next launch's CTAs start before this launch's CTAs end.

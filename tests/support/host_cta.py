@@ -61,6 +61,12 @@ static float from_e4m3(uint32_t code) {
     const int e = code >> 3 & 15;
     return sign * (e == 15 && m == 7 ? NAN : e ? ldexpf(8 + m, e - 10) : ldexpf(m, -9));
 }
+[[maybe_unused]] static uint32_t to_e4m3(float x) {
+    const float size = fabsf(x);
+    const int e = std::max(size > 0 && size < 448 ? ilogbf(size) : -6, -6);
+    const uint32_t code = size < 448 ? ((e + 7) << 3) + int(nearbyintf(ldexpf(size, 3 - e))) - 8 : 0x7E;
+    return x != x ? 0x7F : code | (bits_of(x) >> 24 & 0x80);
+}
 
 // Where a fiber stopped. swapcontext asks the kernel for the signal mask at every switch, so only a fiber's start uses
 // a context; all later switches are jumps.
@@ -388,12 +394,6 @@ static void mov_b32_and_cvt_rn_f16x2_e4m3x2_and_cvt_rn_f16x2_e4m3x2(uint32_t& fi
 }
 static void cvt_rn_f16x2_e4m3x2(uint32_t& pair, uint16_t codes) {
     pair = to_f16(from_e4m3(codes & 0xFF)) | to_f16(from_e4m3(codes >> 8)) << 16;
-}
-static uint32_t to_e4m3(float x) {
-    const float size = fabsf(x);
-    const int e = max(size > 0 && size < 448 ? ilogbf(size) : -6, -6);
-    const uint32_t code = size < 448 ? ((e + 7) << 3) + int(nearbyintf(ldexpf(size, 3 - e))) - 8 : 0x7E;
-    return x != x ? 0x7F : code | (bits_of(x) >> 24 & 0x80);
 }
 static void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) {
     pair = to_e4m3(low) | to_e4m3(high) << 8;

@@ -18,6 +18,7 @@ from host_hopper import base, body, build
 # Routing uses these functions beside host_hopper.py's. Some CTAs begin late, and copies arrive at any time.
 ROUTING = r"""
 #define __CUDACC__
+#define __CUDA_ARCH__ 900
 #define __shared__
 #define __noinline__
 struct uint2 { uint32_t x, y; };
@@ -26,6 +27,8 @@ static int2 make_int2(int x, int y) { return {x, y}; }
 static int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 static uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 static uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+template <typename T>
+static T __ldcg(const T* from) { return *from; }
 static int __popc(uint32_t x) { return __builtin_popcount(x); }
 static float __fdividef(float a, float b) { return a / b; }
 static uint32_t atomicAdd(uint32_t* to, uint32_t value) { return std::exchange(*to, *to + value); }
@@ -47,6 +50,7 @@ static uint32_t parts(uint32_t a, uint32_t b, Function function) {
     return result;
 }
 static uint32_t __vminu2(uint32_t a, uint32_t b) { return parts<16>(a, b, [](auto x, auto y) { return min(x, y); }); }
+static uint32_t __vmaxu2(uint32_t a, uint32_t b) { return parts<16>(a, b, [](auto x, auto y) { return max(x, y); }); }
 #define COMPARES(name, bits, sign) \
     static uint32_t name(uint32_t a, uint32_t b) { \
         return parts<bits>(a, b, [](auto x, auto y) { return x sign y ? ~0u : 0u; }); \
@@ -238,6 +242,16 @@ static uint32_t pairs(uint32_t a, uint32_t b, uint32_t c, Function function) {
 static void fma_rn_bf16x2(uint32_t& r, uint32_t a, uint32_t b, uint32_t c) {
     r = pairs(a, b, c, [](float x, float y, float z) { return fmaf(x, y, z); });
 }
+#define PAIRS(name, result) \
+    static void name(uint32_t& r, uint32_t a, uint32_t b) { \
+        r = pairs(a, b, 0, [](float x, float y, float) { return result; }); \
+    }
+PAIRS(mul_rn_bf16x2, x * y)
+PAIRS(add_rn_bf16x2, x + y)
+PAIRS(sub_rn_bf16x2, x - y)
+static void cvt_rn_satfinite_e4m3x2_f32(uint16_t& pair, float high, float low) {
+    pair = to_e4m3(low) | to_e4m3(high) << 8;
+}
 static void max_bf16x2(uint32_t& r, uint32_t a, uint32_t b) {
     r = pairs(a, b, 0, [](float x, float y, float) { return fmaxf(x, y); });
 }
@@ -247,7 +261,7 @@ static void max_bf16x2(uint32_t& r, uint32_t a, uint32_t b) {
 FILES = (
     "gemm/pipeline", "common/narrow", "common/fp8", "common/absent", "moe/tile_cut", "moe/slot_sort", "moe/select",
     "moe/combine", "moe/few_slots", "moe/layer_parts", "common/bf16_pairs", "common/mxfp4", "common/nvfp4_round",
-    "common/nvfp4_packed", "common/int4", "moe/layer_sm90", "moe/routed_layer_sm90",
+    "common/nvfp4_packed", "common/int4", "common/mxfp8", "moe/layer_sm90", "moe/routed_layer_sm90",
     "moe/routed_layer_fp8_sm90", "moe/routed_layer_packed_sm90", "moe/packed_pipeline_sm90", "moe/pair_schedule_sm90",
     "moe/grouped_gemm_packed_sm90",
 )  # fmt: skip
@@ -287,7 +301,7 @@ extern "C" const char* run_all(uint32_t seed) {
 
 // Codes and scales of a block of 64 x 64, in the words of thread `thread`; padding has no code and no scale.
 struct Mxfp4 {
-    static constexpr int kScaled = 32, kScaleBytes = 128;
+    static constexpr int kScaled = 32, kScaleBytes = 128, kStepWords = 1;
     static uint32_t place(uint32_t code, uint32_t scale, int reg, int half) {
         return mxfp4::place(scale ? code : 0, reg, half);
     }
@@ -298,8 +312,17 @@ struct Mxfp4 {
         *to = mxfp4::place_scales(field(0, 0), field(1, 0), field(0, 2), field(1, 2));
     }
 };
+// The first word of a step has the codes of registers 0 and 1, the second those of registers 2 and 3.
+struct Mxfp8 {
+    static constexpr int kScaled = 32, kScaleBytes = 128, kStepWords = 2;
+    static uint32_t place(uint32_t code, uint32_t, int reg, int half) { return mxfp8::place(code, reg, half); }
+    static void scales(uint32_t* to, const uint16_t (&of)[2][4]) {
+        const auto field = [&](int half, int step) { return mxfp8::scale_field(of[half][step], 0); };
+        *to = mxfp4::place_scales(field(0, 0), field(1, 0), field(0, 2), field(1, 2));
+    }
+};
 struct Nvfp4 {
-    static constexpr int kScaled = 16, kScaleBytes = 256;
+    static constexpr int kScaled = 16, kScaleBytes = 256, kStepWords = 1;
     static uint32_t place(uint32_t code, uint32_t scale, int reg, int half) {
         return mxfp4::place(scale ? code : 0, reg, half);
     }
@@ -310,7 +333,7 @@ struct Nvfp4 {
     }
 };
 struct Int4 {
-    static constexpr int kScaled = 32, kScaleBytes = 256;
+    static constexpr int kScaled = 32, kScaleBytes = 256, kStepWords = 1;
     static uint32_t place(uint32_t code, uint32_t, int reg, int half) { return int4::place(code, reg, half); }
     static void scales(uint32_t* to, const uint16_t (&of)[2][4]) {
         for (int i = 0; i < 2; ++i) to[i] = of[0][2 * i] | uint32_t(of[1][2 * i]) << 16;
@@ -326,7 +349,7 @@ static void pack(const uint8_t* codes, const uint16_t* scales, int experts, int 
         const int k_block = block % k_blocks;
         for (int thread = 0; thread < 128; ++thread) {
             const int slice = 4 * row_tile + thread / 32, g = thread % 32 / 4, c = thread % 4;
-            uint32_t words[4] = {};
+            uint32_t words[4 * Form::kStepWords] = {};
             uint16_t own[2][4] = {};
             for (int half = 0; half < 2; ++half) {
                 const int row = gated ? half * rows / 2 + 8 * slice + g : 16 * slice + 8 * half + g;
@@ -339,11 +362,13 @@ static void pack(const uint8_t* codes, const uint16_t* scales, int experts, int 
                     for (int i = 0; i < 4; ++i) {
                         const int column = first + 2 * c + i % 2 + i / 2 * 8;
                         const uint32_t code = real ? codes[at * k + column] : std::is_same_v<Form, Int4> ? 8 : 0;
-                        words[step] |= Form::place(code, own[half][step], half + i / 2 * 2, i % 2);
+                        words[step * Form::kStepWords + i / 2 * (Form::kStepWords - 1)] |= Form::place(code, own[half][step], half + i / 2 * 2, i % 2);
                     }
                 }
             }
-            memcpy(packed + int64_t(block) * 2048 + thread * 16, words, 16);
+            // A part of a block's codes has 16 bytes of each thread.
+            for (int part = 0; part < Form::kStepWords; ++part)
+                memcpy(packed + (int64_t(block) * Form::kStepWords + part) * 2048 + thread * 16, words + 4 * part, 16);
             if (c == 0)
                 Form::scales(reinterpret_cast<uint32_t*>(packed_scales + int64_t(block) * Form::kScaleBytes +
                                                          thread / 4 * (Form::kScaleBytes / 32)), own);
@@ -356,6 +381,7 @@ static void pack(const uint8_t* codes, const uint16_t* scales, int experts, int 
         pack<form>(codes, scales, experts, rows, k, gated, packed, packed_scales); \
     }
 PACK(mxfp4, Mxfp4)
+PACK(mxfp8, Mxfp8)
 PACK(nvfp4, Nvfp4)
 PACK(int4, Int4)
 #define KERNEL(name, ...) \
@@ -390,7 +416,8 @@ static void add_gemms(const GemmPairParams* params, uint32_t grid) {
 extern "C" void combine(const CombineParams* p, uint32_t grid) { add_plain<Combine<__nv_bfloat16>>(p, grid); }
 """
 
-SCALE_BYTES = {"mxfp4": 128, "nvfp4": 256, "int4": 256}
+CODE_BYTES = {"mxfp4": 2048, "mxfp8": 4096, "nvfp4": 2048, "int4": 2048}
+SCALE_BYTES = {"mxfp4": 128, "mxfp8": 128, "nvfp4": 256, "int4": 256}
 
 
 class HostLayers:
@@ -416,7 +443,7 @@ class HostLayers:
         """Packs codes uint8 [experts, rows, k] and the bits of their scales, int16 [experts, rows, groups]."""
         experts, rows, k = codes.shape
         blocks = experts * -(-rows // 64) * -(-k // 64)
-        packed = torch.empty(blocks * 2048, dtype=torch.uint8)
+        packed = torch.empty(blocks * CODE_BYTES[form], dtype=torch.uint8)
         packed_scales = torch.empty(blocks * SCALE_BYTES[form], dtype=torch.uint8)
         pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (codes, scales, packed, packed_scales)]
         function = getattr(self.library, f"pack_{form}")

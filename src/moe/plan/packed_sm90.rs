@@ -199,13 +199,18 @@ fn launches(gemms: &Gemms<'_>, tile_tokens: i32) -> GemmLaunches {
 ///   deepseek-v4      MXFP4  M 1  36.2, 33.0;   M 2  55.0, 50.4
 const LAYER_TOKENS: i64 = 4;
 
+/// Whether the layer in one launch makes the activations of a format: it keeps them, or its form rounds them.
+fn rounds_in_layer(format: Format) -> bool {
+    matches!(format.activations(), Activations::Kept | Activations::Mxfp8)
+}
+
 fn layer(call: &Routed, gemms: &Gemms<'_>) -> Option<Step> {
     let Gemms { up, down, device, .. } = gemms;
     // Bytes of the tokens in shared memory: each token has K blocks of 64 and 16 bytes more, and 64 bytes follow the last.
     let bytes = |gemm: &GemmDesc| call.tokens * ((gemm.k + 63) / 64 * 128 + 16) + 64;
     // A CTA has room for GEMM2's tokens of two tiles. It has more tiles if there are fewer CTAs than tiles.
     let fits = call.tokens <= LAYER_TOKENS
-        && up.format.activations() == Activations::Kept
+        && rounds_in_layer(up.format)
         && sm90::most_tiles(call, up) <= i64::from(device.multiprocessors);
     let layers = if fits { packing(up.format).form.row().layers } else { &[] };
     let kernel = layers.iter().find(|kernel| {
@@ -235,7 +240,7 @@ fn variants(layer: &LayerDesc) -> Vec<Variant> {
             tiles.iter().flat_map(|tile| [layer.gated, false].map(|gated| tile.gated(gated).variant())).collect()
         }
     };
-    if layer.format.activations() == Activations::Kept {
+    if rounds_in_layer(layer.format) {
         all.extend(form.row().layers.iter().map(|kernel| kernel.gated(layer.gated).variant()));
     }
     all
@@ -371,14 +376,12 @@ mod tests {
     }
 
     #[test]
-    fn one_launch_knows_bias_and_groups_and_every_form_of_four_bits() {
+    fn one_launch_knows_bias_and_groups_and_every_form() {
         let device = Device::typical(Arch::SM90);
         let kimi = |format, tokens, plain| one_launch(&device, (format, 384, 7168, 256), (tokens, 8), Some(plain));
-        // Activations that are rounded need launches of their own.
-        let (has, lacks): (Vec<_>, Vec<_>) = packed().partition(|&format| {
-            format.activations() == Activations::Kept && !packing(format).form.row().layers.is_empty()
-        });
-        assert!(has.len() == 4 && lacks.contains(&Format::Mxfp4A8) && lacks.contains(&Format::Mxfp8));
+        // Rows that are rounded to e4m3 as a whole, or with factors of experts, need launches of their own.
+        let (has, lacks): (Vec<_>, Vec<_>) = packed().partition(|&format| rounds_in_layer(format));
+        assert!(has.len() == 5 && lacks.contains(&Format::Mxfp4A8) && has.contains(&Format::Mxfp8));
         for format in has {
             for plain in [true, false] {
                 let found =

@@ -234,13 +234,15 @@ impl Program {
 
     /// Adapts the GEMMs' places and K to the launches' form.
     fn finish_gemms(&mut self, call: &CallDesc, form: Form) {
+        let [up, down] = &mut self.gemms;
+        if form == Form::RoutedLayer {
+            // Such a launch itself rounds x and GEMM1's output.
+            (up.x, down.x) = (At::start(Buffer::X), up.out);
+        }
         if form == Form::Cpu || !matches!(call.activations, Activations::Fp8(_)) {
             return;
         }
-        let [up, down] = &mut self.gemms;
         match form {
-            // Such a launch itself rounds x and GEMM1's output.
-            Form::RoutedLayer => (up.x, down.x) = (At::start(Buffer::X), up.out),
             Form::Apart { rounds_inside: true } => (up.out, up.out_scales) = (down.x, down.x_scales),
             _ => {}
         }
