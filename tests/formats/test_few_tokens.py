@@ -33,7 +33,7 @@ def takes(kind: str, shape: Shape) -> bool:
     sizes = shape.hidden, shape.intermediate
     if kind == "fp8_block":
         return all(size % 128 == 0 for size in sizes) and shape.gated
-    return kind not in ("nvfp4", "int4", "int4-zeros") or all(size % 32 == 0 for size in sizes)
+    return kind not in ("mxfp8", "nvfp4", "int4", "int4-zeros") or all(size % 32 == 0 for size in sizes)
 
 
 ROWS = [

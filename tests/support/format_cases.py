@@ -71,7 +71,7 @@ EXPERTS: dict[str, Make] = {
 }
 
 # Formats of which Hopper has layers of few tokens in one launch.
-IN_ONE_LAUNCH = ("bf16", "f16", "fp8_block", "mxfp4", "nvfp4", "int4", "int4-zeros")
+IN_ONE_LAUNCH = ("bf16", "f16", "fp8_block", "mxfp4", "mxfp8", "nvfp4", "int4", "int4-zeros")
 
 
 def dtype_of(format: str) -> torch.dtype:
