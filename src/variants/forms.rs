@@ -163,7 +163,8 @@ const fn tile(form: Form, tokens: u32, consumers: u32, stages: u32, blocks: u32)
     packed::GEMM.with(Variant { form, tokens, consumers, stages, blocks, ..Variant::NONE })
 }
 
-/// The rings of MXFP8's layer in one launch, whose blocks have twice the bytes of others'.
+/// The rings of MXFP8's layer in one launch, whose blocks have twice the bytes of others'. With stages of four blocks, of which there is room
+/// for two, one token of qwen3-30b-a3b, dsv3-tp8 and glm-4.5-air-tp2 took 23.3, 39.6 and 33.9 us on an H200, and 21.6, 32.9 and 30.6 so.
 const MXFP8_RINGS: (u32, u32, u32) = (8, 4, 2);
 
 /// NVFP4's tiles, and before them one for few work units, as MXFP4 has.
