@@ -178,15 +178,18 @@ def chat(port: int) -> dict[str, Any]:
     return {"text": answer["choices"][0]["message"]["content"], "usage": answer["usage"]["completion_tokens"]}
 
 
-def logprobs(port: int, prompts: Iterable[tuple[int, ...]]) -> list[list[float]]:
-    """Returns the server's log-probability of each token of a prompt but the first, given the tokens before it."""
-    rows = []
-    for prompt in prompts:
+def logprobs(port: int, prompts: Iterable[tuple[int, ...]], at_once: int = 1) -> list[list[float]]:
+    """Returns the server's log-probability of each token of a prompt but the first, given the tokens before it. So many
+    prompts are asked at a time."""
+
+    def ask(prompt: tuple[int, ...]) -> list[float]:
         sampling = {"temperature": 0, "max_new_tokens": 1}
         body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
         meta = post(port, "/generate", body)["meta_info"]
-        rows.append([row[0] for row in meta["input_token_logprobs"][1:]])
-    return rows
+        return [row[0] for row in meta["input_token_logprobs"][1:]]
+
+    with ThreadPoolExecutor(at_once) as pool:
+        return list(pool.map(ask, prompts))
 
 
 def margin(port: int, prefix: Sequence[int], chosen: int, other: int) -> float:

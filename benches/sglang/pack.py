@@ -9,7 +9,8 @@ without the packages that the other machine has (--there: a file with a name in 
 of 360. torch, Triton and numpy are the other machine's.
 
 SGLang compiles Marlin's kernels at the first call, for four minutes and more. --marlin compiles them here, with the
-nvcc in CUDA_HOME, ninja and the SGLang that is installed here, and the packed copy of SGLang loads them.
+nvcc in CUDA_HOME, ninja and the SGLang that is installed here, and the packed copy of SGLang loads them. Layers of
+MXFP4 need those with biases: SGLang gives them biases of zeros.
 """
 
 from __future__ import annotations

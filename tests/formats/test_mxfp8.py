@@ -192,7 +192,8 @@ def test_traced(rng: torch.Generator) -> None:
 
 
 def test_plan() -> None:
-    text = oxmoe.explain(128, 8, 2048, 768, 1, format="mxfp8", arch="sm_90")
+    one, text = (oxmoe.explain(128, 8, 2048, 768, tokens, format="mxfp8", arch="sm_90") for tokens in (1, 2))
+    assert "routed_layer_mxfp8_sm90_gated" in one and "round_rows_mxfp8" not in one
     assert "round_rows_mxfp8" in text and "grouped_gemm_mxfp8_sm90_gated_t16_c1" in text
     for arch in ("sm_80", "sm_100", "sm_120"):
         text = oxmoe.explain(128, 8, 2048, 768, 1, format="mxfp8", arch=arch)

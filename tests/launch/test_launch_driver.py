@@ -14,6 +14,7 @@ LARGE = {"experts": 4, "top_k": 2, "hidden": 4096, "intermediate": 4096}
 SMALL = {"experts": 8, "top_k": 2, "hidden": 256, "intermediate": 128}
 FP8 = {"experts": 128, "top_k": 8, "hidden": 2048, "intermediate": 768}
 MXFP4 = {"experts": 32, "top_k": 4, "hidden": 2880, "intermediate": 2880}
+MXFP8 = {**QWEN3, "in_place": False}
 TOO_OLD = (
     "RuntimeError: driver speaks CUDA 12.8; this build needs 13.0: driver 580 or newer, or the cuda-compat package"
 )
@@ -79,6 +80,11 @@ def fp8(driver: Path, tmp_path: Path, layer: dict[str, int], **settings: Any) ->
     return [call["records"] for call in execute(driver, tmp_path, "fp8_calls", arguments, **settings)["calls"]]
 
 
+def mxfp8(driver: Path, tmp_path: Path, layer: dict[str, int], **settings: Any) -> list[list[dict[str, Any]]]:
+    arguments = {**layer, "tokens": [1, 1, 1]}
+    return [call["records"] for call in execute(driver, tmp_path, "mxfp8_calls", arguments, **settings)["calls"]]
+
+
 LAYERS = pytest.mark.parametrize(
     ("call", "layer", "whole", "apart"),
     [
@@ -86,6 +92,7 @@ LAYERS = pytest.mark.parametrize(
         pytest.param(bf16, LARGE, "layer_sm90", ["route", "grouped", "grouped", "combine"], id="bf16-ids"),
         pytest.param(fp8, FP8, "routed_layer_fp8_sm90", ["route", *["quantize", "grouped"] * 2, "combine"], id="fp8"),
         pytest.param(packed, MXFP4, "routed_layer_mxfp4_sm90", ["route", "grouped", "combine"], id="mxfp4"),
+        pytest.param(mxfp8, MXFP8, "routed_layer_mxfp8_sm90", ["route", "round", "grouped", "combine"], id="mxfp8"),
     ],
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,11 @@ LAYERS = [
 
 
 pytestmark = pytest.mark.usefixtures("kernels_for_hopper")
+
+
+def check_weights(gemms: tuple[Any, Any], packed: list[Any]) -> None:
+    for gemm, (codes, scales, factors) in zip(gemms, packed, strict=True):
+        assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: str(layer["hidden"]))
@@ -43,6 +49,16 @@ def test_calls(layer: dict[str, int], driver: Path, tmp_path: Path) -> None:
         ranges = {name: call["workspace"] + int(offset) for offset, name in found}
         assert [asked(launch) for launch in made] == planned(call["explain"])
         assert all(launch["stream"] == STREAM and launch["pdl"] for launch in made)
+        if count == 1:
+            # The launch rounds x and GEMM1's output itself.
+            (one,) = made
+            assert one["kernel"] == "routed_layer_mxfp8_sm90_gated_e384_any" and one["cooperative"]
+            (whole,) = parameters_of(one)
+            p, q = whole.layer.up, whole.layer.down
+            assert (whole.experts, whole.select.tokens) == (experts, 1)
+            assert (p.x, p.out, q.x, q.out) == (call["x"], ranges["hidden"], ranges["hidden"], ranges["rows"])
+            check_weights((p, q), packed)
+            continue
         *_, of_x, both, combine = made
         assert (of_x["kernel"], combine["kernel"]) == ("round_rows_mxfp8", "combine_bf16")
         kernels.add(both["kernel"])
@@ -54,6 +70,5 @@ def test_calls(layer: dict[str, int], driver: Path, tmp_path: Path) -> None:
         assert r.x_is_older, "x is rounded while it is routed"
         assert (p.x, p.out, q.x, q.out) == (ranges["x_rounded"], ranges["hidden"], ranges["hidden"], ranges["rows"])
         assert p.schedule_is_older and q.schedule_is_older
-        for gemm, (codes, scales, factors) in zip((p, q), packed, strict=True):
-            assert (gemm.weights, gemm.block_scales, gemm.expert_scales) == (codes[0], scales[0], factors[0])
+        check_weights((p, q), packed)
     assert all(name.startswith("grouped_gemm_mxfp8_sm90_") for name in kernels) and len(kernels) > 5

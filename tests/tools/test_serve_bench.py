@@ -200,7 +200,7 @@ def timed(serve: ModuleType, client: ModuleType, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(serve, "swapped", lambda *_: None)
     monkeypatch.setattr(client, "Load", Load)
     monkeypatch.setattr(client, "chat", lambda port: {})
-    monkeypatch.setattr(client, "logprobs", lambda port, prompts: [[-1.0] for _ in prompts])
+    monkeypatch.setattr(client, "logprobs", lambda port, prompts, at_once=1: [[-float(at_once)] for _ in prompts])
     monkeypatch.setattr(client, "aborted", lambda port, prompt: {})
     monkeypatch.setattr(client, "post", lambda *_: {"success": True})
     return timed
@@ -244,6 +244,8 @@ def test_rounds_of_two_servers_alternate(
         assert load["seconds"] == sum(seconds) and load["requests"] == 3 * 12
         assert load["tokens_per_s_of_rounds"] == [tokens / value for value in seconds]
         assert rows[mode]["started"] == ("together" if together else "alone")
+        # Eight prompts of one log-probability were asked by themselves, and then at a time.
+        assert rows[mode]["logprobs_beside_others"] == {"count": 8, "median": 7, "p99": 7, "most": 7}
 
 
 @pytest.mark.parametrize("ahead", [True, False])

@@ -43,6 +43,7 @@ SIGNATURES = {
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
     "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
     "routed_layer_int4_sm90": ("RoutedLayerParams",),
+    "routed_layer_mxfp8_sm90": ("RoutedLayerParams",),
     "routed_layer_nvfp4_sm90": ("RoutedLayerParams",),
     "routed_layer_fp8_sm90": (128, 128, "RoutedLayerParams"),
     "select": ("SelectParams", "RouteParams"),
