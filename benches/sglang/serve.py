@@ -259,8 +259,8 @@ class Measurement:
             loads[name] = {"concurrency": concurrency, **row, "tokens_per_s_of_rounds": rounds}
 
     def rest(self, server: Server, seen: Seen) -> None:
-        """Measures what is not timed: how much a server's own tokens and log-probabilities change with what else is in a
-        batch; log-probabilities; requests beside aborted ones."""
+        """Measures what is not timed: how much a server's own tokens and log-probabilities change with what else is in
+        a batch; log-probabilities; requests beside aborted ones."""
         answers, _ = self.load.run(server.port, self.loads["16"][0], 16, False)
         seen.tokens["16 again"] = [answer.tokens for answer in answers]
         seen.row["same_server_twice"] = without_list(client.compare(seen.tokens["16 again"], seen.tokens["16"]))

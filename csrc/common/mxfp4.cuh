@@ -133,7 +133,7 @@ struct Form {
         return outputs;
     }
 
-    // Whether every layer of the form rounds its tokens and GEMM1's output. Then round_tokens() rounds 8 of their numbers, and all
+    // Whether every layer of the form rounds its tokens and GEMM1's output. Then round_tokens() rounds 8 of their numbers. All
     // lanes of the warp call it.
     static constexpr bool kRoundsTokens = false;
 };

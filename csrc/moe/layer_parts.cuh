@@ -1,6 +1,7 @@
 // Parts that the layers of few tokens in one launch share beside their GEMMs: counters, marks, stores and the combine.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "../common/absent.cuh"
 #include "../common/activation.cuh"
@@ -66,21 +67,21 @@ __device__ __forceinline__ void store(int first, int count, int slice, const flo
     }
 }
 
-struct Unchanged {
-    __device__ __forceinline__ const uint4& operator()(const uint4& value) const { return value; }
-};
+// Says that rows of GEMM1's output are copied as they are.
+struct Unchanged {};
 
 // Copies rows [first_row, first_row + count) of GEMM1's output to shared memory, as soon as they are there; this is thread
 // `thread` of `kThreads`. The 16 bytes from column 8 c of row t go to address_of(t, c). Columns beyond k in the last 64 become
-// zeros. finish() changes 16 bytes before they are stored. If kExchanges is true, lanes exchange values in it, and neighbouring
-// lanes have neighbouring columns.
-template <int kThreads, bool kExchanges = false, typename Address, typename Finish = Unchanged>
+// zeros. finish(), if there is one, changes 16 bytes before they are stored. All lanes of a warp call it, and neighbouring lanes
+// have neighbouring columns.
+template <int kThreads, typename Address, typename Finish = Unchanged>
 __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first_row, int count, int thread, Address address_of,
                                            Finish finish = {}) {
     constexpr int kBatch = 4;
+    constexpr bool kFinishes = !std::is_same_v<Finish, Unchanged>;
     const int columns = p.k / 8, padded = (p.k + 63) / 64 * 8, items = count * padded;
     const uint4* source = reinterpret_cast<const uint4*>(p.x) + size_t(first_row) * columns;
-    const int lane = kExchanges ? thread % 32 : 0;  // lanes that exchange values go on together
+    const int lane = kFinishes ? thread % 32 : 0;  // all lanes of a warp go on together
 #pragma unroll 1
     for (int first = thread; first - lane < items; first += kBatch * kThreads) {
         const uint4* from[kBatch];
@@ -107,8 +108,8 @@ __device__ __forceinline__ void copy_inner(const GroupedGemmParams& p, int first
         } while (waiting);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-            const uint4 finished = finish(value[i]);
-            if (first + i * kThreads < items) sm90::store_shared_16(to[i], finished);
+            if constexpr (kFinishes) value[i] = finish(value[i]);
+            if (first + i * kThreads < items) sm90::store_shared_16(to[i], value[i]);
         }
     }
 }

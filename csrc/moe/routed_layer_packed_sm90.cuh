@@ -295,15 +295,12 @@ private:
         for (int i = 0; i < layout.tiles; ++i) {
             const Tile tile = shared.slots.tile(layout.first_tile + i);
             const uint32_t inner = layout.inner_of(i);
-            layer_parts::copy_inner<32 * kConsumers, Form::kRoundsTokens>(
-                p, tile.first, tile.count, threadIdx.x,
-                [&](int token, int column) { return inner + token * pitch(p) + column * 16; },
-                [](const uint4& numbers) {
-                    if constexpr (Form::kRoundsTokens)
-                        return Form::round_tokens(numbers);
-                    else
-                        return numbers;
-                });
+            const auto address = [&](int token, int column) { return inner + token * pitch(p) + column * 16; };
+            if constexpr (Form::kRoundsTokens)
+                layer_parts::copy_inner<32 * kConsumers>(p, tile.first, tile.count, threadIdx.x, address,
+                                                         [](const uint4& numbers) { return Form::round_tokens(numbers); });
+            else
+                layer_parts::copy_inner<32 * kConsumers>(p, tile.first, tile.count, threadIdx.x, address);
             sm90::barrier_arrive(&shared.inner[i]);
         }
     }
@@ -406,7 +403,13 @@ private:
         const uint32_t share = layer_parts::share_of_launch();
         uint32_t launch = 0;
         if (waits) launch = atomicAdd(&counters.started, share) / LayerCounters::kLaunch;
-        copy_input(p.up, params.select.tokens, thread, shared);
+        if constexpr (Form::kRoundsTokens) {
+            round_input(p.up, params.select.tokens, thread, input_of(shared));
+            sm90::barrier_arrive(&shared.input);
+        } else {
+            copy_input(p.up, params.select.tokens, thread, input_of(shared));
+            sm90::copy_async_arrive(&shared.input);
+        }
         layer_parts::mark_absent(p.up, params.select, thread, kHelperThreads);
         layer_parts::mark_absent(p.down, params.select, thread, kHelperThreads);
         sm90::named_barrier(2, kThreads);  // all helpers have marked, and the tables are there
@@ -444,7 +447,7 @@ private:
                     const int code_bytes = narrow ? kCodeBytes / 2 : kCodeBytes;
                     sm90::barrier_arrive_expect(full, now * (code_bytes + kScaleBytes));
                     // A whole unit's blocks of codes follow each other.
-                    const int pieces = narrow ? now * kParts : 1, bytes = narrow ? kPartBytes / 2 : now * code_bytes;
+                    const int pieces = narrow ? now * kParts : 1, bytes = narrow ? code_bytes / kParts : now * code_bytes;
 #pragma unroll 1
                     for (int i = 0; i < pieces; ++i) {
                         const int at = half + i * kPartBytes;
@@ -459,18 +462,7 @@ private:
         }
     }
 
-    // Copies x to shared memory, and arrives at `shared.input` when it is there; this is thread `thread` of the helpers.
-    static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, int tokens, int thread, Shared& shared) {
-        if constexpr (Form::kRoundsTokens) {
-            round_input(p, tokens, thread, input_of(shared));
-            sm90::barrier_arrive(&shared.input);
-        } else {
-            copy_input_async(p, tokens, thread, input_of(shared));
-            sm90::copy_async_arrive(&shared.input);
-        }
-    }
-
-    static __device__ __forceinline__ void copy_input_async(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
+    static __device__ __forceinline__ void copy_input(const GroupedGemmParams& p, int tokens, int thread, uint32_t input) {
         const int columns = p.k / 8, padded = k_blocks(p) * 8;
 #pragma unroll 1
         for (int token = 0; token < tokens; ++token) {

@@ -362,7 +362,8 @@ static void pack(const uint8_t* codes, const uint16_t* scales, int experts, int 
                     for (int i = 0; i < 4; ++i) {
                         const int column = first + 2 * c + i % 2 + i / 2 * 8;
                         const uint32_t code = real ? codes[at * k + column] : std::is_same_v<Form, Int4> ? 8 : 0;
-                        words[step * Form::kStepWords + i / 2 * (Form::kStepWords - 1)] |= Form::place(code, own[half][step], half + i / 2 * 2, i % 2);
+                        uint32_t& word = words[step * Form::kStepWords + i / 2 * (Form::kStepWords - 1)];
+                        word |= Form::place(code, own[half][step], half + i / 2 * 2, i % 2);
                     }
                 }
             }
