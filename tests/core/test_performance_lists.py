@@ -117,19 +117,14 @@ def few_tokens() -> Iterator[tuple[str, list[Number]]]:
         found: list[Number] = []
         heads = [head for head in row if head not in ("layer, format", "M")]
         for head, (given, now) in zip(heads, ((0, 0), (0, 1), (1, 0), (1, 1)), strict=True):
-            pattern = "given" if given else "grouped" if shape == "dsv3-tp8" else "uniform"
+            grouped = (shape, name) == ("dsv3-tp8", "fp8 blocks")
+            pattern = "given" if given else "grouped" if grouped else "uniform"
             assert len(numbers(row[head])) == len(numbers(row["M"]))
             for text, tokens in zip(numbers(row[head]), numbers(row["M"]), strict=True):
-                run = f"few_tokens_{kind}_2026-11-28"
-                assert f"`{run}`" in PAGE
-                time = next(
-                    measured_row["us"]
-                    for measured_row in measured(f"h200_{kind}.jsonl")
-                    if measured_row["run"] == (run if now else f"{run}_before")
-                    and (measured_row["shape"], measured_row["tokens"]) == (shape, int(tokens))
-                    and (measured_row["pattern"], measured_row["format"]) == (pattern, FORMATS[name])
-                )
-                found.append((text, time))
+                run = "mxfp8_layer_2026-11-29" if name == "MXFP8" else f"few_tokens_{kind}_2026-11-28"
+                run = run if now else f"{run}_before"
+                wanted = {"shape": shape, "tokens": int(tokens), "pattern": pattern, "format": FORMATS[name]}
+                found.append((text, row_of(f"h200_{kind}.jsonl", (run,), **wanted)["us"]))
         yield row["layer, format"], found
 
 

@@ -45,7 +45,8 @@ RUNS = {
         "DeepSeek-V4": "servers_deepseek_v4_2026-11-29",
         "MiniMax-M3, bf16": "servers_minimax_m3_2026-11-29",
         "MiniMax-M3, MXFP8": "servers_minimax_m3_mxfp8_2026-11-29",
-        "Kimi-K3": "servers_kimi_k3_mxfp4_2026-11-29",
+        "Kimi-K3, MXFP4": "servers_kimi_k3_mxfp4_2026-11-29",
+        "Kimi-K3 again": "servers_kimi_k3_mxfp4_2026-11-29_b",
     },
 }
 Run = dict[str, dict[str, Any]]
