@@ -165,7 +165,8 @@ class Chosen:
         self.tokens, topk_group = tokens_of(draw), draw.number(1, groups)
         self.top_k = draw.number(1, min(9, self.experts // groups * topk_group))
         self.logits = tie_free_logits(self.tokens, self.experts, rng).to(draw.one_of(F32, BF16))
-        self.bias = None if plain or draw.number(0, 1) else torch.rand(self.experts, generator=rng) / 4096
+        # Scores are below 1, so those with different biases are far apart, and those with equal ones stay apart.
+        self.bias = None if plain or draw.number(0, 1) else torch.randint(3, (self.experts,), generator=rng).float()
         scoring = draw.one_of("softmax", "sigmoid")
         # Sums of two sigmoids tie up to rounding.
         kind = 0 if groups == 1 else 1
