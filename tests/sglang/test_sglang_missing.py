@@ -45,6 +45,18 @@ def small(name: str, rng: torch.Generator, experts: int = 4, **options: Any) -> 
     return draw(name, rng, experts=experts, hidden=128, intermediate=256, **options)
 
 
+def tokens(rng: torch.Generator) -> tuple[torch.Tensor, Any]:
+    """Returns x, and the experts of each token."""
+    return torch.randn((9, 128), generator=rng).bfloat16(), routed(9, 4, 2, rng)[2]
+
+
+def result(made: Drawn, x: torch.Tensor, topk: Any) -> torch.Tensor:
+    """Returns the output of a layer into which everything is loaded."""
+    module = made.layer()
+    made.load(module)
+    return forward(module, x.clone(), topk)
+
+
 def needed(made: Drawn) -> list[str]:
     """Returns the suffixes of tensors that a layer reads."""
     unread = {"weight_shape", "g_idx"} | (set() if made.name in READ else {"input_scale"})
@@ -70,12 +82,9 @@ def test_a_suffix_that_is_missing(name: str, rng: torch.Generator) -> None:
 def test_a_single_tensor_that_is_missing(name: str, rng: torch.Generator) -> None:
     """The error names the parameter, the expert and its part. Loading that tensor makes the layer whole."""
     made = small(name, rng)
-    x = torch.randn((9, 128), generator=rng).bfloat16()
-    topk = routed(9, 4, 2, rng)[2]
+    x, topk = tokens(rng)
     with server():
-        whole = made.layer()
-        made.load(whole)
-        expected = forward(whole, x.clone(), topk)
+        expected = result(made, x, topk)
         for suffix in needed(made):
             for shard in SHARDS:
                 if name in READ and suffix == "input_scale" and shard != "w2":
@@ -178,12 +187,9 @@ def test_redundant_experts_that_a_draft_does_not_fill(name: str, rng: torch.Gene
     """A draft's layers have rows for the server's redundant experts, and its experts lie in order. Tokens never go to
     those rows, and what they hold changes nothing."""
     made = small(name, rng)
-    x = torch.randn((9, 128), generator=rng).bfloat16()
-    topk = routed(9, 4, 2, rng)[2]
+    x, topk = tokens(rng)
     with server():
-        plain = made.layer()
-        made.load(plain)
-        expected = forward(plain, x.clone(), topk)
+        expected = result(made, x, topk)
         with argument("exec.moe", "ep_num_redundant_experts", 2):
             module = made.layer(num_experts=6)
             made.load(module)
@@ -246,9 +252,13 @@ def gpt_oss(name: str) -> FusedMoE:
 
 def whole(name: str, rng: torch.Generator, scales_as: torch.dtype = torch.uint8) -> dict[str, torch.Tensor]:
     """Returns the tensors of a GPT-OSS checkpoint by parameter, each for all experts."""
-    biases = {"w13_weight_bias": torch.randn((4, 128), generator=rng), "w2_weight_bias": torch.randn(4, 128)}
+    biases = {
+        "w13_weight_bias": torch.randn((4, 128), generator=rng),
+        "w2_weight_bias": torch.randn((4, 128), generator=rng),
+    }
     if name == "bf16":
-        made = {"w13_weight": torch.randn((4, 128, 128)) / 16, "w2_weight": torch.randn((4, 128, 64)) / 16}
+        sizes = {"w13_weight": (4, 128, 128), "w2_weight": (4, 128, 64)}
+        made = {key: torch.randn(size, generator=rng) / 16 for key, size in sizes.items()}
         return {key: tensor.bfloat16() for key, tensor in (made | biases).items()}
     made = {}
     for key, rows, columns in (("w13", 128, 128), ("w2", 128, 64)):
@@ -284,8 +294,7 @@ def test_a_whole_parameter_that_is_missing(name: str, rng: torch.Generator) -> N
 
 def test_scales_of_mxfp4_in_e8m0(rng: torch.Generator) -> None:
     """They are bytes in both dtypes. fp32 would be converted to other bytes."""
-    x = torch.randn((9, 128), generator=rng).bfloat16()
-    topk, tensors, results = routed(9, 4, 2, rng)[2], whole("MXFP4", rng), []
+    (x, topk), tensors, results = tokens(rng), whole("MXFP4", rng), []
     for dtype in (torch.uint8, torch.float8_e8m0fnu):
         scales = {name: tensor.view(dtype) for name, tensor in tensors.items() if name.endswith("scale")}
         with server():
@@ -319,11 +328,10 @@ def test_a_layer_into_which_nothing_is_loaded(name: str, rng: torch.Generator) -
 def test_a_partial_update_is_legal(name: str, rng: torch.Generator) -> None:
     """An update may write any part of a layer that is loaded, and SGLang may process every layer after it."""
     made, other = small(name, rng), small(name, rng)
-    x = torch.randn((9, 128), generator=rng).bfloat16()
-    topk = routed(9, 4, 2, rng)[2]
+    x, topk = tokens(rng)
     entries = [entry for entry in other.entries() if entry[1:] in (("w3", 1), ("w2", 2))]
     with server():
-        module, fresh = made.layer(), made.layer()
+        module = made.layer()
         made.load(module)
         if hasattr(module.quant_method, "restore_weights_before_loading"):
             module.quant_method.restore_weights_before_loading(module)
@@ -332,5 +340,4 @@ def test_a_partial_update_is_legal(name: str, rng: torch.Generator) -> None:
         module.quant_method.process_weights_after_loading(module)
         for suffix, shard, expert in entries:
             made.tensors[suffix][shard][expert] = other.tensors[suffix][shard][expert]
-        made.load(fresh)
-        assert same_bits(forward(module, x.clone(), topk), forward(fresh, x.clone(), topk))
+        assert same_bits(forward(module, x.clone(), topk), result(made, x, topk))

@@ -12,7 +12,7 @@
 // FAKE_FAIL        "cuLaunchKernelEx:2:719": the second such call returns 719
 // FAKE_CAPTURING   1: streams are being captured into a graph (0)
 // FAKE_LOCATION    kind of memory that imported handles report (1: a device's)
-// FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels whose names start so; the longest prefix counts
+// FAKE_PARAMETERS  "route:120,112;combine:48": sizes of the parameters of kernels, by first words of names; the longest counts
 //
 // The calls on devices, contexts, modules and streams are here. Those on memory and launches are in files of their own.
 #include "state.h"

@@ -17,14 +17,16 @@ from host_build import compiled
 
 HERE = Path(__file__).parent
 
-# Kernel name -> its parameters (variants.rs, `signature`). A number is a plain size: CUtensorMap has 128 bytes.
+# The packed forms that name kernels (variants/forms.rs).
+FORMS = ("mxfp4", "mxfp8", "nvfp4", "int4")
+# First words of a kernel's name -> its parameters (variants.rs, `signature`). A number is a plain size: CUtensorMap has
+# 128 bytes.
 SIGNATURES = {
+    **{f"grouped_gemm_{form}_sm90": ("GemmPairParams",) for form in FORMS},
+    **{f"grouped_gemm_{form}_portable": ("GroupedGemmParams",) for form in FORMS},
+    **{f"routed_layer_{form}_sm90": ("RoutedLayerParams",) for form in FORMS},
     "grouped_gemm_sm90": (128, "GroupedGemmParams"),
     "grouped_gemm_portable": ("GroupedGemmParams",),
-    "grouped_gemm_mxfp4_portable": ("GroupedGemmParams",),
-    "grouped_gemm_mxfp4_sm90": ("GemmPairParams",),
-    "grouped_gemm_mxfp8_sm90": ("GemmPairParams",),
-    "grouped_gemm_mxfp8_portable": ("GroupedGemmParams",),
     "grouped_gemm_fp8_portable": ("GroupedGemmParams",),
     "round_rows_mxfp8": ("QuantizeRowsParams",),
     "round_tiles_mxfp8": ("TileRowsParams",),
@@ -41,10 +43,6 @@ SIGNATURES = {
     "quantize_tiles_e4m3": ("TileRowsParams",),
     "layer_sm90": (128, 128, "LayerParams"),
     "routed_layer_sm90": (128, 128, "RoutedLayerParams"),
-    "routed_layer_mxfp4_sm90": ("RoutedLayerParams",),
-    "routed_layer_int4_sm90": ("RoutedLayerParams",),
-    "routed_layer_mxfp8_sm90": ("RoutedLayerParams",),
-    "routed_layer_nvfp4_sm90": ("RoutedLayerParams",),
     "routed_layer_fp8_sm90": (128, 128, "RoutedLayerParams"),
     "select": ("SelectParams", "RouteParams"),
     "route": ("SelectParams", "RouteParams"),
@@ -62,11 +60,7 @@ SIGNATURES = {
     "nvfp4_quantize": ("QuantizeNvfp4Params",),
     "nvfp4_pack": ("PackParams",),
     "round_rows_nvfp4": ("RoundNvfp4Params",),
-    "grouped_gemm_nvfp4_sm90": ("GemmPairParams",),
     "int4_pack": ("PackParams",),
-    "grouped_gemm_int4_sm90": ("GemmPairParams",),
-    "grouped_gemm_int4_portable": ("GroupedGemmParams",),
-    "grouped_gemm_nvfp4_portable": ("GroupedGemmParams",),
     "allreduce": ("AllReduceParams",),
     "quantize_mxfp8": ("QuantizeMxfp8Params",),
     "dequantize_mxfp8": ("QuantizeMxfp8Params",),
@@ -97,7 +91,7 @@ STRUCTS = parameter_structs()
 
 def parameters_of(launch: dict[str, Any]) -> list[Any]:
     """Returns a launch's parameters: structs, or (map number, address) of a tensor map."""
-    prefix = max((name for name in SIGNATURES if launch["kernel"].startswith(name)), key=len)
+    prefix = max((name for name in SIGNATURES if f"{launch['kernel']}_".startswith(f"{name}_")), key=len)
     values = []
     for kind, text in zip(SIGNATURES[prefix], launch["parameters"], strict=True):
         data = bytes.fromhex(text)
@@ -171,7 +165,7 @@ def execute(libraries: Path, tmp_path: Path, call: str, arguments: dict[str, Any
     environment |= {f"FAKE_{name.upper()}": str(value) for name, value in settings.items()}
     command = [sys.executable, str(HERE / "calls.py"), call, json.dumps(arguments)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr}"
     assert "panicked" not in done.stderr, done.stderr
     if log.exists():
         assert '"refused"' not in log.read_text(), log.read_text()

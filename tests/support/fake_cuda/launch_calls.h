@@ -79,7 +79,8 @@ static int parameter_sizes(const char* kernel, long sizes[4]) {
     size_t best_length = 0;
     for (const char* at = getenv("FAKE_PARAMETERS"); at && *at;) {
         const size_t length = strcspn(at, ":");
-        if (!strncmp(at, kernel, length) && length > best_length) {
+        const int has_words = !strncmp(at, kernel, length) && (!kernel[length] || kernel[length] == '_');
+        if (has_words && length > best_length) {
             best = at + length + 1;
             best_length = length;
         }
@@ -143,8 +144,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     char text[4096] = "";
     size_t used = 0;
     long sizes[4];
-    const int count = parameter_sizes(function->name, sizes);
-    REQUIRE(count > 0, CUDA_ERROR_INVALID_VALUE);
+    const int count = parameter_sizes(function->name, sizes), name_is_in_signatures = count > 0;
+    REQUIRE(name_is_in_signatures, CUDA_ERROR_INVALID_VALUE);
     for (int i = 0; i < count; ++i) {
         used += (size_t)snprintf(text + used, sizeof text - used, "%s\"", i ? ", " : "");
         for (long byte = 0; byte < sizes[i] && used + 4 < sizeof text; ++byte) {
